@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..conversion.request import ConversionRequest
-from ..errors import DclsConvertError
+from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
 from ..output import check_figure_library, check_output
@@ -85,6 +85,7 @@ def convert(
     scope: options.ScopeOption = "auto",
     tie: options.TieOption = "stage",
     budget: options.Budget = DEFAULT_BUDGET,
+    max_macs: options.MaxMacs = None,
     interpolation: options.InterpolationOption = None,
     calibrate: options.Calibrate = None,
     images: options.ImagesOption = None,
@@ -143,7 +144,9 @@ def convert(
         check_figure_library()
     if (pretrained or model.startswith("hf-hub:")) and not dry_run:
         _limit_waiting(model)
-    conversion = _carry_out(request, output, picture=picture, force=force, quiet=quiet)
+    conversion = _carry_out(
+        request, output, max_macs=max_macs, picture=picture, force=force, quiet=quiet
+    )
     if json_:
         console.write(conversion.report.to_json())
     elif not quiet:
@@ -174,12 +177,22 @@ def _limit_waiting(model: str) -> None:
 
 
 def _carry_out(
-    request: ConversionRequest, output: Path | None, *, picture: bool, force: bool, quiet: bool
+    request: ConversionRequest,
+    output: Path | None,
+    *,
+    max_macs: float | None,
+    picture: bool,
+    force: bool,
+    quiet: bool,
 ) -> "Conversion":
     """Convert, and write the checkpoint. Without `output`, it gets its default name."""
 
     def check_folder(folder: Path) -> None:
         check_output(folder, force=force, reason_to_keep=_reason_to_keep)
+
+    def approve(planned: "Conversion") -> None:
+        _check_macs(planned, max_macs)
+        check_folder(output or _default_output(planned))
 
     if output is not None:
         check_folder(output)
@@ -198,11 +211,12 @@ def _carry_out(
         conversion = carry_out(
             request,
             plan=plan,
-            approve=lambda planned: check_folder(output or _default_output(planned)),
+            approve=approve,
             notify=notify,
             note=ignore_messages if quiet else console.note,
         )
         if conversion.model is None:  # after a dry run
+            _check_macs(conversion, max_macs)
             return conversion
         output = output or _default_output(conversion)
         notify(f"writing {output}")
@@ -219,6 +233,21 @@ def _carry_out(
             picture=figure,
         )
         return replace(conversion, report=replace(conversion.report, output=str(output)))
+
+
+def _check_macs(planned: "Conversion", max_macs: float | None) -> None:
+    """Refuse a conversion that adds more to the MACs than allowed, in percent."""
+    if max_macs is None:
+        return
+    macs = planned.report.macs
+    if macs.percent is None:
+        raise PlanError(f"--max-macs: the MACs could not be counted: {macs.note}")
+    if macs.percent > max_macs:
+        raise PlanError(
+            f"{planned.request.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
+            f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: "
+            f"{_sweep_command(planned.request)}"
+        )
 
 
 def _show(conversion: "Conversion", verbose: int) -> None:

@@ -27,6 +27,7 @@ from ..options import (
 from ..weights.find_file import find_weights_file
 from .completion import complete_models, complete_rules
 from .parsing import (
+    parse_added_percent,
     parse_budget,
     parse_count_or_auto,
     parse_input_size,
@@ -196,6 +197,15 @@ Budget = Annotated[
         metavar="PERCENT",
         help="Parameters for the new kernels, in percent of the weights that they replace.",
         parser=parse_budget,
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+MaxMacs = Annotated[
+    Any,
+    typer.Option(
+        metavar="PERCENT",
+        help="Write nothing if this would add more to the MACs, such as +50%.",
+        parser=parse_added_percent,
         rich_help_panel=HOW_MANY_ELEMENTS,
     ),
 ]

@@ -92,6 +92,13 @@ def parse_budget(text: str | float) -> float:
     return float(100 * parse_percent(text))
 
 
+def parse_added_percent(text: str) -> float:
+    """Parse "+50%" and "50" into 50.0."""
+    if not re.fullmatch(r"\+?[0-9]{1,6}(\.[0-9]{1,6})?%?", text):
+        raise ValueError(f"'{shortened(text)}' is not a percentage such as +50%")
+    return float(text.removesuffix("%"))
+
+
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Parse "0.5,0.4,0.3" into (0.5, 0.4, 0.3)."""
     number = r"[0-9]*\.?[0-9]+"

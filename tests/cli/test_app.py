@@ -100,6 +100,15 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     assert planned == [replace(PlanOptions(), **{name: value})] * 2
 
 
+def test_macs_within_the_limit_are_accepted():
+    out, _ = run(NET, *SMALL, "--dilated-size", "9", "--dry-run", "--json")
+    macs = json.loads(out)["macs"]
+    percent = 100 * macs["delta"] / macs["before"]
+    limits = {f"+{percent + 0.01:.2f}%": 0, f"{percent - 0.01:.2f}": 2}
+    for limit, code in limits.items():
+        run(NET, *SMALL, "--dilated-size", "9", "--max-macs", limit, "--dry-run", code=code)
+
+
 def test_an_output_that_exists_is_refused_before_anything_is_converted(monkeypatch):
     run(NET, *SMALL, "--dilated-size", "9", "--quiet")
     Path("w.pth").touch()

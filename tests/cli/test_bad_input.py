@@ -282,6 +282,13 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         # options in conflict
         "--plan . --budget 90": "a plan is applied unchanged; omit the planning options",
         "-q -v": "--quiet and --verbose exclude each other",
+        **{
+            f"--max-macs +10% {more}": re.compile(
+                r"\+\d+\.\d+ % MACs; --max-macs allows \+10 %; .* dcls-convert sweep \S+net"
+            )
+            for more in ("", "--dry-run")
+        },
+        "--max-macs -5": "'-5' is not a percentage such as +50%",
         "--init exact --interpolation gaussian": (
             "gaussian interpolation spreads an element over several cells"
         ),

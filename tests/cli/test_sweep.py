@@ -219,6 +219,8 @@ def test_without_macs_the_rows_and_a_recommendation_stay():
     out, _ = run("sweep", UNABLE, "--sizes", "5")
     assert "MACs were not counted: the model does not run at 3x224x224: " in out
     assert "> 5x5 " in out
+    _, err = run(UNABLE, "--dilated-size", "5", "--max-macs", "50", code=2)
+    assert "error: --max-macs: the MACs could not be counted: the model does not run at " in err
 
 
 def test_rules_that_state_all_sizes_leave_none_to_compare(tmp_path):
