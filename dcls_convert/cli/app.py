@@ -46,7 +46,6 @@ ALIASES = {
     "--weights": ["--checkpoint"],
     "--count": ["--kernel-count", "--counts"],
 }
-LIST_EXAMPLE = "dcls-convert sweep MODEL --sizes 9,13"
 # typer's message for the second value of a list without commas.
 EXTRA_VALUES = r".* extra argument.* \([0-9x.%+ ]+\)"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
@@ -146,12 +145,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Only the last line is left to print; a signal must not interrupt that.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    result = ""
     if failure is not None:
         console.error(failure.error)
         if "--json" in arguments:
-            with contextlib.suppress(console.OutputError, typer.Exit):
-                console.write(json.dumps(asdict(failure)) + "\n")
-    console.finish()
+            result = json.dumps(asdict(failure)) + "\n"
+    with contextlib.suppress(console.OutputError, typer.Exit):
+        console.write(result)  # which also flushes what libraries have printed
     sys.exit(code)
 
 
@@ -206,7 +206,7 @@ def _parser_message(error: typer.TyperException) -> str:
             error.possibilities = possibilities  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if re.fullmatch(EXTRA_VALUES, message):
-        message += f"; a list is written with commas: {LIST_EXAMPLE}"
+        message += "; a list is written with commas: dcls-convert sweep MODEL --sizes 9,13"
     if not message.endswith("?"):
         message += "."
     return f"{message} Try '{program} --help'."

@@ -134,15 +134,6 @@ def steps(
         yield step
 
 
-def finish() -> None:
-    """Flush stdout; if that fails, discard the rest, or Python would report an error at exit."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        _discard_buffer(sys.stdout)
-
-
 def _render(stream: TextIO | None, *parts: RenderableType, wide: bool = False) -> str:
     """Return what rich would write to the stream, with control characters of data escaped.
 
@@ -166,7 +157,7 @@ def _render(stream: TextIO | None, *parts: RenderableType, wide: bool = False) -
 
 
 def _print(text: str) -> None:
-    """Write results to stdout.
+    """Write results to stdout, and flush it.
 
     Raises:
         OutputError: stdout is closed or cannot be written to.
@@ -186,7 +177,7 @@ def _print(text: str) -> None:
 
 
 def _discard_buffer(stream: TextIO) -> None:
-    """Discard what is left in the stream's buffer."""
+    """Discard what is left in the stream's buffer, or Python would report an error at exit."""
     with contextlib.suppress(OSError):  # in tests, streams have no descriptor
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, stream.fileno())

@@ -1,7 +1,6 @@
 """The command `convert` need not be named: `dcls-convert convnext_tiny` converts."""
 
 import difflib
-from collections.abc import Iterator
 from typing import Any
 
 from typer.core import TyperGroup
@@ -24,7 +23,7 @@ class Commands(TyperGroup):
             DclsConvertError: The first argument is nearly a command's name.
         """
         if args:
-            args = [*_repeat_option(LIST_OPTION, self._with_command(ctx, args))]
+            args = _repeat_option(self._with_command(ctx, args))
         return super().parse_args(ctx, args)
 
     def _with_command(self, ctx: Any, args: list[str]) -> list[str]:
@@ -56,16 +55,17 @@ class Commands(TyperGroup):
         return list({item.value: item for item in items}.values())
 
 
-def _repeat_option(option: str, args: list[str]) -> Iterator[str]:
+def _repeat_option(args: list[str]) -> list[str]:
     """Turn `--model-kwargs a=1 b=2` into `--model-kwargs a=1 --model-kwargs b=2`.
 
     timm's scripts take the first form; typer takes one value for each option.
     """
+    words: list[str] = []
     in_list = False
-    for index, word in enumerate(args):
-        is_first_value = index > 0 and args[index - 1] == option
-        is_keyword = not word.startswith("-") and "=" in word
-        in_list = is_first_value or (in_list and is_keyword)
-        if in_list and not is_first_value:
-            yield option
-        yield word
+    for word in args:
+        is_keyword = "=" in word and not word.startswith("-")
+        if in_list and is_keyword and words[-1] != LIST_OPTION:
+            words.append(LIST_OPTION)
+        in_list = word == LIST_OPTION or (in_list and is_keyword)
+        words.append(word)
+    return words
