@@ -66,19 +66,22 @@ def show(*parts: RenderableType, wide: bool = False) -> None:
 
     Tables fit the terminal. In a file they have at least WIDTH_IN_A_FILE columns if `wide`.
     """
-    _print(_render(sys.stdout, *parts, wide=wide))
+    with _results() as stdout:
+        stdout.write(_render(stdout, *parts, wide=wide))
 
 
 def write(text: str) -> None:
     """Print a text, which may have several lines, to stdout as it is."""
-    _print(printable(text, keep="\n\t"))
+    with _results() as stdout:
+        stdout.write(printable(text, keep="\n\t"))
 
 
 def show_path(path: object) -> None:
     """Print a path for a script, encoded as in the file system: any byte stays as it is."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
-    _print(printable(path, keep=NOT_UTF8) + "\n")
+    with _results() as stdout:
+        if isinstance(stdout, io.TextIOWrapper):
+            stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
+        stdout.write(printable(path, keep=NOT_UTF8) + "\n")
 
 
 def message(text: str, style: str = "") -> None:
@@ -134,7 +137,7 @@ def steps(
         yield step
 
 
-def _render(stream: TextIO | None, *parts: RenderableType, wide: bool = False) -> str:
+def _render(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
     """Return what rich would write to the stream, with control characters of data escaped.
 
     The line breaks and colours of the layout stay.
@@ -156,8 +159,9 @@ def _render(stream: TextIO | None, *parts: RenderableType, wide: bool = False) -
     return captured.get()
 
 
-def _print(text: str) -> None:
-    """Write results to stdout, and flush it.
+@contextlib.contextmanager
+def _results() -> Iterator[TextIO]:
+    """Yield stdout to write results to, and flush it.
 
     Raises:
         OutputError: stdout is closed or cannot be written to.
@@ -166,7 +170,7 @@ def _print(text: str) -> None:
     if sys.stdout is None:
         raise OutputError("the results cannot be printed: stdout is closed")
     try:
-        sys.stdout.write(text)
+        yield sys.stdout
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         _discard_buffer(sys.stdout)

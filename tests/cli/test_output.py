@@ -141,10 +141,14 @@ def closed_pipe():
     ("stdout", "says"),
     [
         (lambda: open("/dev/full", "w"), "No space left on device"),
+        (
+            lambda: io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True),
+            "No space left on device",
+        ),
         (lambda: None, "stdout is closed"),
         (closed_pipe, None),
     ],
-    ids=["full", "closed", "pipe"],
+    ids=["full", "full, unbuffered", "closed", "pipe"],
 )
 @pytest.mark.parametrize("options", [[], ["--json"], ["--quiet"]], ids=" ".join)
 def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(
