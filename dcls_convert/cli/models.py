@@ -8,7 +8,6 @@ from ..conversion.request import ConversionRequest
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.plan_options import PlanOptions
 from . import console, options
-from .completion import complete_models
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
@@ -19,7 +18,7 @@ Pattern = Annotated[
         metavar="PATTERN",
         help="Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
         "If no whole name matches, a part of names. Default: all models of both registries.",
-        autocompletion=complete_models,
+        autocompletion=options.complete_models,
         show_default=False,
     ),
 ]

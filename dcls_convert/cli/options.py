@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..input import check_folder, check_images
+from ..input import builtin_rules, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -25,7 +25,6 @@ from ..options import (
     Tie,
 )
 from ..weights.find_file import find_weights_file
-from .completion import complete_models, complete_rules
 from .parsing import (
     parse_added_percent,
     parse_budget,
@@ -60,6 +59,24 @@ def _load_rules(name: str) -> Any:
     from ..planning.rule_files import load_rules
 
     return load_rules(name)
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Return names of models, with their registry if a colon is typed ("timm:").
+
+    This imports both registries, which takes seconds.
+    """
+    from ..networks.registries import registry_names
+
+    names = registry_names()
+    if ":" not in incomplete:
+        names = [name.partition(":")[2] for name in names]
+    return list(dict.fromkeys(names))  # both registries have some names
+
+
+def complete_rules() -> list[str]:
+    """Return the names of the built-in rule sets; if none fits, shells complete files."""
+    return [AUTO, *builtin_rules()]
 
 
 # What to convert

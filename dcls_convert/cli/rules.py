@@ -10,7 +10,6 @@ from ..input import builtin_rules
 from ..planning.plan_options import PlanOptions
 from ..text import count_text
 from . import console, options
-from .completion import complete_models, complete_rules
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
@@ -20,7 +19,7 @@ RulesArgument = Annotated[
     typer.Argument(
         metavar="NAME|FILE",
         help="A built-in set, or a file.",
-        autocompletion=complete_rules,
+        autocompletion=options.complete_rules,
         show_default=False,
     ),
 ]
@@ -29,7 +28,7 @@ ModelToCheck = Annotated[
     typer.Option(
         metavar="MODEL",
         help="Also check that every rule claims something in this model.",
-        autocompletion=complete_models,
+        autocompletion=options.complete_models,
     ),
 ]
 
