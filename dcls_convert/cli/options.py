@@ -66,7 +66,7 @@ def complete_models(incomplete: str) -> list[str]:
 
     This imports both registries, which takes seconds.
     """
-    from ..networks.registries import registry_names
+    from ..networks.source import registry_names
 
     names = registry_names()
     if ":" not in incomplete:
