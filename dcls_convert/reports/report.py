@@ -1,5 +1,6 @@
 """The report of a conversion, as data, and as text for the terminal and the model card."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from ..records import adapter, write_json
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
-from .costs import MacsChange, ParamsChange, params_of
+from .costs import MacsChange, ParamsChange
 from .number_text import before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
@@ -114,22 +115,22 @@ class ConversionReport:
         """True if plain convolutions have replaced the layers."""
         return self.plan.folded
 
-    @property
+    @functools.cached_property
     def params(self) -> ParamsChange:
         """Parameters of the whole model."""
         return ParamsChange(
             before=self.plan.params,
-            after=self.params_untouched + (params_of(self.layers).after or 0),
+            after=self.params_untouched + sum(layer.params_after for layer in self.layers),
             weights=sum(layer.weight_params for layer in self.layers),
             positions=sum(layer.position_params for layer in self.layers),
         )
 
-    @property
+    @functools.cached_property
     def params_untouched(self) -> int:
         """Parameters outside of the layers."""
         return self.plan.params - sum(layer.params_before for layer in self.layers)
 
-    @property
+    @functools.cached_property
     def macs(self) -> MacsChange:
         """MACs of the whole model for one input."""
         after = None
@@ -137,7 +138,7 @@ class ConversionReport:
             after = self.macs_untouched + sum(layer.macs_after or 0 for layer in self.layers)
         return MacsChange(before=self.plan.macs, after=after, note=self.plan.macs_note)
 
-    @property
+    @functools.cached_property
     def macs_untouched(self) -> int | None:
         """MACs outside of the layers; None if not known."""
         if self.plan.macs is None:
