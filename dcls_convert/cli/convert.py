@@ -17,7 +17,6 @@ from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable
 from . import console, options
-from .parsing import parse_keywords
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
@@ -72,14 +71,14 @@ def convert(
     context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
-    checkpoint: options.Weights = None,
+    checkpoint: options.WeightsFile = None,
     checkpoint_key: options.CheckpointKey = None,
     num_classes: options.NumClasses = None,
     in_chans: options.InChans = None,
     model_kwargs: options.ModelKwargs = None,
     rules: options.Rules = AUTO,
     strict: options.Strict = False,
-    plan: options.PlanOption = None,
+    plan: options.PlanFolder = None,
     dilated_size: options.DilatedSize = AUTO,
     kernel_count: options.KernelCount = AUTO,
     scope: options.ScopeOption = "auto",
@@ -107,36 +106,13 @@ def convert(
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
     request = ConversionRequest(
-        model=model,
-        model_kwargs=parse_keywords(model_kwargs),
-        num_classes=num_classes,
-        in_chans=in_chans,
-        pretrained=pretrained,
+        **options.values_for(ConversionRequest, context),
+        options=PlanOptions(**options.values_for(PlanOptions, context)),
         weights=checkpoint,
-        checkpoint_key=checkpoint_key,
-        options=PlanOptions(
-            dilated_size=dilated_size,
-            kernel_count=kernel_count,
-            rules=rules,
-            scope=scope,
-            tie=tie,
-            budget=budget,
-            interpolation=interpolation,
-            strict=strict,
-        ),
-        input_size=input_size,
-        init=init,
-        positions=positions,
         calibration=calibrate,
         most_images=images,
-        mean=mean,
-        std=std,
-        authors_version=authors_version,
-        seed=seed,
         plan_folder=plan,
         command=printable(shlex.join(["dcls-convert", *context.obj])),
-        dry_run=dry_run,
-        device=device,
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")

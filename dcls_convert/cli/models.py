@@ -29,6 +29,7 @@ Jobs = Annotated[
 
 
 def models(
+    context: typer.Context,
     pattern: Pattern = "*",
     rules: options.Rules = AUTO,
     strict: options.Strict = False,
@@ -48,16 +49,7 @@ def models(
     """
     request = ConversionRequest(
         model=pattern,
-        options=PlanOptions(
-            dilated_size=dilated_size,
-            kernel_count=kernel_count,
-            rules=rules,
-            scope=scope,
-            tie=tie,
-            budget=budget,
-            interpolation=interpolation,
-            strict=strict,
-        ),
+        options=PlanOptions(**options.values_for(PlanOptions, context)),
         input_size=input_size,
         dry_run=True,
     )

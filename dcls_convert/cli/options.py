@@ -4,6 +4,7 @@ Imports no torch: --help reads this file.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from .parsing import (
     parse_budget,
     parse_count_or_auto,
     parse_input_size,
+    parse_keywords,
     parse_numbers,
     parse_window_or_auto,
 )
@@ -79,6 +81,12 @@ def complete_rules() -> list[str]:
     return [AUTO, *builtin_rules()]
 
 
+def values_for(record: type, context: typer.Context) -> dict[str, Any]:
+    """Return those parameters of a command that a dataclass has as fields, too."""
+    names = {field.name for field in fields(record)}
+    return {name: value for name, value in context.params.items() if name in names}
+
+
 # What to convert
 
 Model = Annotated[
@@ -101,7 +109,7 @@ Pretrained = Annotated[
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
-Weights = Annotated[
+WeightsFile = Annotated[
     Path | None,
     typer.Option(
         "--checkpoint",
@@ -136,6 +144,7 @@ ModelKwargs = Annotated[
         metavar="KEY=VALUE ...",
         help="More arguments of the model's function, stored in the checkpoint: "
         "ls_init_value=0.1 drop_path_rate=0.2",
+        callback=parse_keywords,
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
@@ -159,7 +168,7 @@ Strict = Annotated[
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
-PlanOption = Annotated[
+PlanFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",

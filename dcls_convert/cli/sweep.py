@@ -10,7 +10,7 @@ from ..errors import PlanError
 from ..options import AUTO
 from ..planning.plan_options import PlanOptions
 from . import console, options
-from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
+from .parsing import parse_budgets, parse_counts, parse_sizes
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ Budgets = Annotated[
 
 
 def sweep(
+    context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
-    checkpoint: options.Weights = None,
+    checkpoint: options.WeightsFile = None,
     checkpoint_key: options.CheckpointKey = None,
     num_classes: options.NumClasses = None,
     in_chans: options.InChans = None,
@@ -69,15 +70,9 @@ def sweep(
     One row each; the last line is the command for the recommended size.
     """
     request = ConversionRequest(
-        model=model,
-        model_kwargs=parse_keywords(model_kwargs),
-        num_classes=num_classes,
-        in_chans=in_chans,
-        pretrained=pretrained,
+        **options.values_for(ConversionRequest, context),
+        options=PlanOptions(**options.values_for(PlanOptions, context)),
         weights=checkpoint,
-        checkpoint_key=checkpoint_key,
-        options=PlanOptions(rules=rules, strict=strict, tie=tie, interpolation=interpolation),
-        input_size=input_size,
         dry_run=True,
     )
     with console.steps(model, "planning") as notify:
