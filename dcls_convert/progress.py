@@ -53,13 +53,15 @@ def show_progress(
 
     Args:
         name: The task that the steps belong to; shown before each step.
-        wait: Seconds in which no step is shown.
+        wait: Seconds in which nothing is shown.
         every: Minimum seconds between two lines, for steps with a total.
         write_line: Writes a line if there is no bar.
         redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.
     """
     name = shortened(name)
-    bar = _bar(redirect)
+    bar = _bar(name, redirect)
+    if bar is not None and not wait:
+        bar.start()
     first_time = time.monotonic() + wait
     next_line_time = first_time
 
@@ -82,7 +84,7 @@ def show_progress(
             bar.stop()
 
 
-def _bar(redirect: bool) -> progress.Progress | None:
+def _bar(name: str, redirect: bool) -> progress.Progress | None:
     """Return a bar with the time left, which disappears at the end; None without a terminal."""
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     if not _is_stderr_a_terminal() or console.is_dumb_terminal:
@@ -106,7 +108,7 @@ def _bar(redirect: bool) -> progress.Progress | None:
         speed_estimate_period=600,
         expand=True,
     )
-    bar.add_task("", total=None)
+    bar.add_task(name, total=None)
     return bar
 
 
