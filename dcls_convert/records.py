@@ -18,8 +18,8 @@ from .input import read_bytes
 from .text import shortened
 
 # pydantic's settings for a record and all records in it: values must have exactly the stated types,
-# and unknown fields are errors.
-STRICT = ConfigDict(strict=True, extra="forbid")
+# and unknown fields, NaN and infinity are errors.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 # No exponent: 1e999999999 would fill the memory. No division by 0.
 _FRACTION = re.compile(r"-?\d{1,1000}(\.\d{1,1000}|/[1-9]\d{0,999})?")
 

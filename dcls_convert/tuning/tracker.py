@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from ..layers.position_statistics import border_share
 from ..layers.ties import is_sharded
 from ..networks.position_parameters import PositionParameter, position_parameters
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
-from ..records import Record, adapter
+from ..records import STRICT, Record, adapter
 from ..text import one_line
 
 Cells = Annotated[float, Field(ge=0, le=1e40)]  # the limit is beyond the range of float32
@@ -49,7 +49,7 @@ class TrackedPositions:
 class TrackRecord(Record):
     """All positions tensors of a model at one step; in a file, one line of JSON."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    __pydantic_config__ = STRICT
 
     step: Step
     positions: dict[str, TrackedPositions]  # by parameter name, without prefixes of wrappers
