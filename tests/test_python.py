@@ -338,6 +338,10 @@ def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
             "convs: found a UNet; give a ModelConvs, such as find_convs(...)",
         ),
         (
+            lambda: dcls_convert.tuning.PositionTracker(model, optimizer=model),
+            "optimizer: found a UNet; give a torch.optim.Optimizer",
+        ),
+        (
             lambda: dcls_convert.load_converted("folder", model=type(model)),
             "model: found the class UNet; give a torch.nn.Module, such as timm.create_model(...) "
             "or load_converted(folder)",
