@@ -166,14 +166,21 @@ def test_torchvision_weights_of_another_structure_fill_the_plain_model(monkeypat
     assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
 
 
-def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
-    state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
+@pytest.mark.parametrize(
+    ("name", "classifier"),
+    [
+        ("shufflenet_v2_x0_5", "fc"),
+        ("mnasnet0_5", "classifier.1"),  # reads a version in the state dict
+    ],
+)
+def test_torchvision_weights_come_through_its_own_loader(name, classifier, monkeypatch):
+    state = torchvision.models.get_model(name).state_dict()
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
     )
-    for classes, new in ((None, ()), (3, ("fc.weight", "fc.bias"))):
-        options = {} if classes is None else {"num_classes": classes}
-        network = network_of("torchvision:shufflenet_v2_x0_5", pretrained=True, **options)
-        for name, tensor in network.state_dict().items():
-            assert name in new or torch.equal(tensor, state[name])
-        assert network.fc.out_features == (classes or 1000)
+    new = (f"{classifier}.weight", f"{classifier}.bias")
+    for options, not_loaded in (({}, ()), ({"num_classes": 3}, new)):
+        network = network_of(f"torchvision:{name}", pretrained=True, **options)
+        for key, tensor in network.state_dict().items():
+            assert key in not_loaded or torch.equal(tensor, state[key])
+        assert network.get_submodule(classifier).out_features == options.get("num_classes", 1000)
