@@ -209,15 +209,20 @@ def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.
 
     None if their dtypes or devices differ.
     """
-    others = [kernel] if bias is None else [kernel, bias]
-    dtypes = {input.dtype, *[tensor.dtype for tensor in others]}
-    if any(tensor.device != input.device for tensor in others):
+    dtypes = {input.dtype, kernel.dtype}
+    devices = {input.device, kernel.device}
+    if bias is not None:
+        dtypes.add(bias.dtype)
+        devices.add(bias.device)
+    if len(devices) > 1:
         return None  # torch's convolution refuses this; kernels would read the wrong memory
     device = input.device.type
     if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         if torch.float64 not in dtypes:
             return torch.get_autocast_dtype(device)
-    return input.dtype if len(dtypes) == 1 else None
+    if len(dtypes) > 1:
+        return None
+    return input.dtype
 
 
 def find_way(case: Case, *tensors: Tensor, eager: bool) -> Way:

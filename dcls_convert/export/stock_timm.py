@@ -133,7 +133,8 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     folded_shapes = shapes_of(model)
     candidates: list[dict[str, Any]] = [{}]  # enough if the windows have the old kernels' size
     for value in _candidate_sizes(base, plan):
-        candidates += [{argument: value} for argument in arguments]
+        for argument in arguments:
+            candidates.append({argument: value})
     for kernel_args in candidates:
         changed = replace(source, args={**source.args, **kernel_args})
         # An architecture may refuse this argument or value and accept the next one.

@@ -235,7 +235,7 @@ class DclsLayer(CheckedLayer):
         # (before, after).
         if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or isinstance(padding[0], tuple):
             input = self.pad_input(input)
-            padding = (0,) * self.dims
+            padding = self._on_every_axis(0)
         return self._convolve(input, padding)
 
     def _convolve(self, input: Tensor, padding: Padding) -> Tensor:
@@ -281,8 +281,8 @@ class DclsLayer(CheckedLayer):
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""
         defaults = {
-            "padding": (0,) * self.dims,
-            "dilation": (1,) * self.dims,
+            "padding": self._on_every_axis(0),
+            "dilation": self._on_every_axis(1),
             "groups": 1,
             "padding_mode": "zeros",
         }
