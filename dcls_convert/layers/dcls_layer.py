@@ -229,7 +229,10 @@ class DclsLayer(CheckedLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
-            return self._as_fx_call(input)
+            # Record one call of the layer, also for tracers that were not told that it is a leaf.
+            tracer = cast(fx.Tracer, input.tracer)
+            call = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+            return cast(Tensor, call)
         padding = self.padding
         # torch's convolution functions support neither these modes nor these paddings; a tuple is
         # (before, after).
@@ -255,15 +258,6 @@ class DclsLayer(CheckedLayer):
         if self.training and not is_exporting():
             self.clamp_positions_()
         return self.kernel()
-
-    def _as_fx_call(self, input: fx.Proxy) -> Tensor:
-        """Record one call of the layer in a torch.fx graph.
-
-        This works even with tracers that were not told that the layer is a leaf.
-        """
-        tracer = cast(fx.Tracer, input.tracer)
-        output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        return cast(Tensor, output)
 
     def pad_input(self, input: Tensor) -> Tensor:
         """Add all padding to the input, for a convolution that does not pad."""

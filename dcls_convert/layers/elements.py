@@ -51,10 +51,10 @@ def largest_elements(
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
-    values = _values_of_layers(kernels, axes)  # (L, O, I, *D, K)
+    values = torch.stack([cells_last(kernel, axes) for kernel in kernels])  # (L, O, I, *D, K)
     effective_values = values
     if effective is not None:
-        effective_values = _values_of_layers(effective, axes)
+        effective_values = torch.stack([cells_last(kernel, axes) for kernel in effective])
     energy = in_double(effective_values).square().sum(0)  # (O, I, *D, K)
     chosen_count = min(kernel_count, energy.shape[-1])
     by_energy = energy.sort(dim=-1, descending=True, stable=True).indices
@@ -71,11 +71,6 @@ def largest_elements(
     positions_of_cells = torch.tensor(grid, dtype=values.dtype, device=values.device)  # (K, A)
     positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, chosen)
     return weights, F.pad(positions, filling)
-
-
-def _values_of_layers(kernels: Sequence[Tensor], axes: Sequence[int]) -> Tensor:
-    """Stack the cells of each layer's kernel (O, I, *kernel size): (L, O, I, *D, K)."""
-    return torch.stack([cells_last(kernel, axes) for kernel in kernels])
 
 
 def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:

@@ -42,7 +42,7 @@ class TrackedPositions:
     # Learning rate of the positions, relative to that of the weight of their first layer. None if
     # the tracker was given no optimizer, if the optimizer lacks one of the two, or if the weight's
     # rate is 0.
-    lr_ratio: Ratio | None = None
+    lr_ratio: Ratio | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,14 +114,6 @@ def test_a_ratio_of_rates_that_rises_is_not_warned_of(model):
     assert lr_ratios(tracker, 1) == pytest.approx([5, 5])
 
 
-def test_records_of_a_version_without_the_ratio_of_rates_are_read(model, tmp_path):
-    path = tmp_path / "track.jsonl"
-    records = run(model, range(2), tuning.PositionTracker(model, path))
-    path.write_text(path.read_text().replace(',"lr_ratio":null', ""))
-    assert "lr_ratio" not in path.read_text()
-    assert tuning.read_track(path) == tuple(records)
-
-
 def test_records_are_read_back_as_written(model, tmp_path):
     path = tmp_path / "track.jsonl"
     tracker = tuning.PositionTracker(model, path)
