@@ -339,7 +339,9 @@ def _key_of(
         kind == "cuda" and dtype == torch.float32 and float32_precision(),
         weight.dtype,
         weight.device,
-        positions is not None and (positions.dtype, positions.device, positions.is_contiguous()),
+        positions.dtype,
+        positions.device,
+        positions.is_contiguous(),
         bias is not None and (bias.dtype, bias.device),
     )
 
