@@ -28,10 +28,9 @@ from ..geometry import (
     static_padding,
 )
 from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, padding_of, traits_of
+from .conv_classes import Conv, padding_of, traits_of, why_not_replaceable
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
-from .replaceable import why_not_replaceable
 
 MAX_WAYS = 100  # kept by a layer; with images of all sizes, they would grow without end
 

@@ -8,9 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import PlanError, check_argument
 from ..geometry import size_text
-from ..layers.conv_classes import AnyConv, Conv, padding_of
+from ..layers.conv_classes import AnyConv, Conv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.replaceable import why_not_replaceable
 from ..options import MAX_PIXELS
 from ..text import one_line
 from .input_tensors import (

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..layers.conv_classes import CONV_CLASSES, Conv
+from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..layers.replaceable import why_not_replaceable
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.source import TIMM_ARCHITECTURE

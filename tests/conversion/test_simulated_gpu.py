@@ -148,7 +148,7 @@ def test_a_model_on_a_gpu_stays_there_and_gives_the_same_result_as_on_the_cpu(op
     rounding.
     """
     # A simulated tensor is of a subclass; convolutions with such weights stay otherwise.
-    monkeypatch.setattr("dcls_convert.layers.replaceable._why_weight_unusual", lambda _: None)
+    monkeypatch.setattr("dcls_convert.layers.conv_classes._why_weight_unusual", lambda _: None)
     options = {"dilated_size": 9, "budget": 60, "input_size": INPUT_SIZE, **options}
     cpu_model = network(bias=True).double()
     gpu_model = network(bias=True).double()

@@ -12,8 +12,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
-from dcls_convert.layers.conv_classes import CONV_CLASSES, PLAIN, find_traits
-from dcls_convert.layers.replaceable import why_not_replaceable
+from dcls_convert.layers.conv_classes import CONV_CLASSES, PLAIN, find_traits, why_not_replaceable
 from dcls_convert.planning.rule_files import parse_rules
 
 from .common import close, randn
