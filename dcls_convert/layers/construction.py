@@ -65,10 +65,10 @@ def construct_kernel(
     _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
     learnt_size = along_learnt_axes(size, dense_axes)
     method = find_interpolation(interpolation)
-    return construct(weight, positions, sigma, learnt_size, dense_axes, method)
+    return construct_unchecked(weight, positions, sigma, learnt_size, dense_axes, method)
 
 
-def construct(
+def construct_unchecked(
     weight: Tensor,
     positions: Tensor,
     sigma: Tensor | None,
@@ -84,7 +84,9 @@ def construct(
     if device != "meta" and torch.is_autocast_enabled(device):
         # Autocast would run the matrix products in half precision.
         with torch.autocast(device, enabled=False):
-            return construct(weight, positions, sigma, learnt_size, dense_axes, interpolation)
+            return construct_unchecked(
+                weight, positions, sigma, learnt_size, dense_axes, interpolation
+            )
     # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a
     # sixteenth of a cell apart.
     dtype = torch.promote_types(weight.dtype, positions.dtype)

@@ -33,7 +33,7 @@ from ..geometry import (
     position_limits,
 )
 from .bilinear_plain import per_axis
-from .construction import construct
+from .construction import construct_unchecked
 from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
@@ -199,7 +199,7 @@ class DclsLayer(CheckedLayer):
 
         It is differentiable with respect to weight, positions and sigma.
         """
-        return construct(
+        return construct_unchecked(
             self._effective_weight(),
             self.positions,
             self.sigma,
