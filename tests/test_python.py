@@ -256,6 +256,11 @@ def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
         convert_(unet(trained=False), dilated_size=5, input_size=SIZE)
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings(action="error"):
+        model = unet(trained=False)
+        with pytest.raises(UserWarning, match="untrained"):
+            convert_(model, dilated_size=5, input_size=SIZE)
+        assert not any(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
+    with warnings.catch_warnings(action="error"):
         convert_(unet(), dilated_size=5, input_size=SIZE)
         convert_(unet(trained=False), dilated_size=5, input_size=SIZE, init="fit")
         convert_(unet(trained=False), dilated_size=5, input_size=SIZE, init="random")

@@ -71,8 +71,11 @@ def model_card(
     if provenance is not None:
         lines = "\n".join(provenance_lines(provenance))
         conversion = f"\n## Conversion\n\n```text\n{lines}\n```\n"
+    metadata = "tags:\n- dcls\n"
+    if report.plan.source is not None and report.plan.source.kind == "timm":
+        metadata = "library_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n"
     return (
-        "---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
+        f"---\n{metadata}---\n"
         f"# {name} {title} (DCLS)\n\n"
         f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
         "([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): "

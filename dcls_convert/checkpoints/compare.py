@@ -33,21 +33,22 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
     Raises:
         CheckpointError: A layer is missing, or has another class, shape or tie.
     """
-    if plan.folded:
-        return
     modules = by_plain_name(model.named_modules(remove_duplicate=False))
     for layer in plan.layers:
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]
+        if plan.folded:
+            shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_size)
         settings = settings_text(layer.dilated_size, layer.interpolation, layer.dense_axes)
+        is_dcls = isinstance(module, DclsConvNd)
         problem = None
         if module is None:
             problem = f"it has no {layer.name}"
-        elif not isinstance(module, DclsConvNd):
+        elif is_dcls == plan.folded:
             problem = f"{layer.name} is a {type(module).__name__}"
         elif tuple(module.weight.shape) != shape:
             problem = f"{layer.name}.weight has shape {tuple(module.weight.shape)}, not {shape}"
-        elif module.settings != settings:
+        elif is_dcls and module.settings != settings:
             problem = f"{layer.name} has window {module.settings}, not {settings}"
         if problem is not None:
             raise CheckpointError(
@@ -55,6 +56,8 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
                 "converted it; plan.without(...) leaves layers out, and "
                 "dataclasses.replace(plan, folded=True) is the plan of a folded network"
             )
+    if plan.folded:
+        return
     for layer in plan.layers:
         _check_tie(modules, layer.name, layer.owner or layer.name)
 

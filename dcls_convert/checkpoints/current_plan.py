@@ -93,7 +93,7 @@ def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     layers = []
     for layer, own_names in zip(plan.layers, names.values(), strict=False):
         layers.append(replace(layer, names=tuple(own_names)))
-    return replace(plan, layers=tuple(layers))
+    return plan.with_layers(layers)
 
 
 def plan_without_source(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:

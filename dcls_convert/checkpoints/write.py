@@ -18,7 +18,7 @@ from ..networks.wrappers import by_plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
 from ..records import write_json
-from ..reports.report import ConversionReport, predict_report
+from ..reports.report import ConversionReport
 from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
 from .card import loading_code, model_card
@@ -110,24 +110,23 @@ def write_texts(
         name: The folder's final name.
         model: The converted model, which knows how it was converted.
         plan: The plan by which the folder is loaded.
-        report: Its errors are taken over, if it is of the plan's layers.
+        report: If it is of this plan, its outcome is taken over.
         picture: A PNG to add; the model card shows it.
     """
     provenance = provenance_of(model)
     write_config(folder, timm_config(model, plan), provenance)
-    predicted = predict_report(plan)
-    if report is not None and report.plan.layers == plan.layers:
-        predicted = replace(predicted, layers=report.layers, outcome=report.outcome)
+    written = ConversionReport(plan=plan, output=".")  # the folder can be moved
+    if report is not None and report.plan == plan:
+        written = replace(written, outcome=report.outcome)
     card = model_card(
-        predicted,
+        written,
         loading_code(plan.model),
         f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs.",
         folder=name,
         with_picture=picture is not None,
         provenance=provenance,
     )
-    # Without the folder's path, as the folder can be moved.
-    _write_text(folder / REPORT, replace(predicted, output=".").to_json())
+    _write_text(folder / REPORT, written.to_json())
     _write_text(folder / CARD, card)
     if picture is not None:
         (folder / PICTURE).write_bytes(picture)

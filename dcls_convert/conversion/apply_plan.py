@@ -112,7 +112,7 @@ def _report_with_errors(
             layer.output_error,
         )
         layers.append(layer)
-    return replace(predict_report(plan), layers=tuple(layers))
+    return predict_report(replace(plan, layers=tuple(layers)))
 
 
 def _check_float64(groups: Sequence[LayerGroup]) -> None:

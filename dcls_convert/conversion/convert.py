@@ -158,7 +158,8 @@ def _convert_(
     plan = conversion.plan
     notify("converting")
     lines = sum(layer.lines for layer in plan.layers)
-    if request.start == "fit" and lines > MANY_LINES and request.device is None:
+    is_on_cpu = {parameter.device.type for parameter in network.parameters()} == {"cpu"}
+    if request.start == "fit" and lines > MANY_LINES and is_on_cpu:
         note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster")
     overwritten: list[Tensor] = []
     if images is not None:  # biases and running means are corrected

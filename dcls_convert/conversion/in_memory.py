@@ -136,21 +136,25 @@ def convert_(
         std=std,
         seed=seed,
     )
-    # A set, because a plan whose counts are measured is approved twice.
-    messages = set(options_without_effect(request))
+    messages: list[str] = []
 
-    def approve(planned: Conversion) -> None:
+    def warn_before_changes(planned: Conversion) -> None:
+        if messages:  # a plan whose counts are measured is approved twice
+            return
+        messages.extend(options_without_effect(request))
         names = [layer.name for layer in planned.plan.layers]
         if request.start == "fit" and init == AUTO and _looks_untrained(model, names):
-            messages.add(UNTRAINED)
+            messages.append(UNTRAINED)
+        if planned.plan.not_measured is not None:
+            messages.append(not_measured_text(planned.plan.not_measured))
+        for message in messages:
+            # Called by `carry_out`, which this function calls, which the user calls.
+            warnings.warn(message, stacklevel=4)
 
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        conversion = carry_out(request, approve=approve, notify=notify, note=logger.info)
-    if conversion.plan.not_measured is not None:
-        messages.add(not_measured_text(conversion.plan.not_measured))
-    for message in messages:
-        warnings.warn(message, stacklevel=2)
-    return conversion.report
+        return carry_out(
+            request, approve=warn_before_changes, notify=notify, note=logger.info
+        ).report
 
 
 def _looks_untrained(model: nn.Module, names: Iterable[str]) -> bool:
@@ -215,7 +219,9 @@ def convert_from_authors_(
         needs_authors_elements=True,
         authors_version=version,
     )
-    report = carry_out(request, note=logger.info).report
-    if report.not_measured is not None:
-        warnings.warn(not_measured_text(report.not_measured), stacklevel=2)
-    return report
+
+    def warn_before_changes(planned: Conversion) -> None:
+        if planned.plan.not_measured is not None:
+            warnings.warn(not_measured_text(planned.plan.not_measured), stacklevel=4)
+
+    return carry_out(request, approve=warn_before_changes, note=logger.info).report

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..fitting.calibration_images import Calibration
 from ..networks.input_tensors import pixel_count, with_batch
 from ..networks.inputs import random_arguments
-from ..networks.model_outputs import compare_outputs
+from ..networks.model_outputs import Agreement, compare_outputs
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
@@ -24,8 +24,9 @@ class OutputsBefore:
     """Outputs of a model before its conversion."""
 
     held_out: list[Any]  # one entry per held-out batch
-    # The same for images shifted by one pixel: a yardstick for the error of the conversion.
-    shifted: list[Any]
+    # Agreement with those for images shifted by one pixel: a yardstick for the conversion. None
+    # without held-out images.
+    shifted: Agreement | None
     random: Any  # for two random images; see `_random_outputs`
 
 
@@ -33,12 +34,13 @@ def outputs_before_conversion(
     model: nn.Module, plan: ConversionPlan, images: Calibration | None
 ) -> OutputsBefore:
     """Run the unconverted model on everything that the converted one is compared on."""
-    held_out = images.held_out if images is not None else ()
-    return OutputsBefore(
-        held_out=_outputs(model, held_out),
-        shifted=_outputs(model, map(_shifted_by_a_pixel, held_out)),
-        random=_random_outputs(model, plan),
-    )
+    held_out: list[Any] = []
+    shifted = None
+    if images is not None and images.held_out:
+        held_out = _outputs(model, images.held_out)
+        moved = _outputs(model, map(_shifted_by_a_pixel, images.held_out))
+        shifted = compare_outputs(held_out, moved)
+    return OutputsBefore(held_out=held_out, shifted=shifted, random=_random_outputs(model, plan))
 
 
 def compare_with_outputs_before(
@@ -70,9 +72,6 @@ def compare_with_outputs_before(
     if images is None:
         return Outcome(kernel_error=kernel_error, images=0), random_error
     converted = compare_outputs(before.held_out, _outputs(model, images.held_out))
-    shifted = None
-    if images.held_out:
-        shifted = compare_outputs(before.held_out, before.shifted)
     outcome = Outcome(
         kernel_error=kernel_error,
         images=sum(map(len, images.held_out)),
@@ -81,7 +80,7 @@ def compare_with_outputs_before(
         same_top1=converted.same_top1,
         kl=converted.kl,
         output_error=converted.output_error,
-        shifted=shifted,
+        shifted=before.shifted,
     )
     return outcome, random_error
 

@@ -160,8 +160,6 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
     if request.authors_version not in (None, *get_args(AuthorsVersion)):
         raise PlanError(f"version {request.authors_version!r} must be v0 or v1")
     stated = options_that_decide_counts(options)
-    if options.kernel_count != AUTO and stated != ["kernel count"]:
-        raise PlanError("kernel count states the count, so budget and scope would have no effect")
     if request.init == EXACT and options.kernel_count != EXACT and stated:
         raise PlanError(
             "an exact start takes an element for each cell of the old kernels: "

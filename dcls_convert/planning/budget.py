@@ -65,9 +65,12 @@ def solve_counts(
         if count < 1:
             raise PlanError(_no_room_message(drafts, share))
         layers = _with_unsolved_counted(drafts, count)
-    elif len({layer.kernel_count for layer in drafts}) == 1:
+    else:
         count = drafts[0].kernel_count
         exact = limit / Fraction(_params(drafts), count)
+    if len({layer.kernel_count for layer in layers}) > 1:
+        count = None
+        exact = None
     budget = PlanBudget(kernel_count=count, exact_count=exact, limit=limit, used=_params(layers))
     return tuple(layers), budget
 

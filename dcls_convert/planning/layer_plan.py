@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field
@@ -36,10 +36,12 @@ class LayerPlan(OldConv):
     folded: Annotated[bool, Field(exclude=True)] = False
     # What the start left, if there was one: the relative errors of the kernel and, on a
     # calibration's images, of the outputs; and reasons for the latter besides the limits of the
-    # elements.
-    fit_error: Annotated[float | None, Field(exclude=True)] = None
-    output_error: Annotated[float | None, Field(exclude=True)] = None
-    error_reasons: Annotated[tuple[str, ...], Field(exclude=True)] = ()
+    # elements. Plans with and without them are equal.
+    fit_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
+    output_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
+    error_reasons: Annotated[tuple[str, ...], Field(exclude=True)] = field(
+        default=(), compare=False
+    )
 
     @property
     def position_kinds(self) -> tuple[str, ...]:

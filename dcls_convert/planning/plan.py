@@ -43,7 +43,7 @@ class ConversionPlan(Record):
     scope: Scope
     tie: Tie
     share: JsonFraction  # number of new parameters allowed, as a share of the replaced weights
-    layers: tuple[LayerPlan, ...]
+    layers: Annotated[tuple[LayerPlan, ...], Field(min_length=1)]
     skipped: tuple[Skipped, ...]
     budget: PlanBudget
     params: int  # of the whole model, before
@@ -107,13 +107,15 @@ class ConversionPlan(Record):
                 kept.append(layer)
         if not kept:
             raise PlanError(f"without {short_list(patterns)}, no layer of the plan would remain")
-        layers, budget = solve_counts(without_lone_ties(kept), self.share)
-        return replace(
-            self,
-            layers=layers,
-            budget=budget,
-            skipped=(*self.skipped, *removed),
-        )
+        return replace(self.with_layers(kept), skipped=(*self.skipped, *removed))
+
+    def with_layers(self, layers: Sequence[LayerPlan]) -> "ConversionPlan":
+        """Return the plan with these of its layers alone, and their budget.
+
+        A layer that is left alone in its tie group gets its own positions.
+        """
+        solved, budget = solve_counts(without_lone_ties(layers), self.share)
+        return replace(self, layers=solved, budget=budget)
 
     def _check_known(self, patterns: Sequence[str]) -> None:
         """Raise PlanError for a pattern that matches no layer."""
@@ -208,7 +210,8 @@ def _check_plan(plan: ConversionPlan) -> None:
     for group in position_groups(plan.layers):
         shapes = set()
         for layer in group:
-            shapes.add((layer.position_shape, layer.dilated_size, layer.interpolation))
+            window = (layer.dilated_size, layer.dense_axes, layer.interpolation)
+            shapes.add((layer.position_shape, window))
         if len(shapes) > 1:
             raise PlanError(
                 f"tie group {shortened(str(group[0].tie_group))}: its layers have {len(shapes)} "

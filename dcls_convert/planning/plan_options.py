@@ -65,7 +65,11 @@ class PlanOptions:
             raise PlanError(
                 f"kernel count {shortened(repr(count))} must be a positive integer, auto or exact"
             )
-        parse_percent(self.budget)
+        changes_budget = parse_percent(self.budget) != 1
+        if count != AUTO and (self.scope != AUTO or changes_budget):
+            raise PlanError(
+                "kernel count states the count, so budget and scope would have no effect"
+            )
 
 
 def _check_size(size: int | Sequence[int] | str) -> None:

@@ -78,12 +78,16 @@ class ConversionReport:
     The parameters of the layers and `params_untouched` sum to `params`; MACs sum likewise.
     """
 
-    plan: ConversionPlan
-    layers: tuple[LayerPlan, ...]  # those of the plan; with their errors, once they have values
+    plan: ConversionPlan  # its layers have errors, once they have values
     output: str | None = None  # the checkpoint folder; None if nothing was written
     outcome: Outcome | None = None  # None for an untrained network, or before a conversion
 
     format = 1  # of the JSON
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """The converted convolutions."""
+        return self.plan.layers
 
     @property
     def model(self) -> str | None:
@@ -196,7 +200,7 @@ def _values(record: object, keys: Sequence[str]) -> dict[str, Any]:
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """Return the report of a plan that has not been carried out; no weights are needed."""
     check_argument("plan", plan, ConversionPlan)
-    return ConversionReport(plan=plan, layers=plan.layers)
+    return ConversionReport(plan=plan)
 
 
 def report_view(
@@ -264,7 +268,7 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         command = f"    {printable(cheaper_sizes)}"
         warnings.append(Text(command, no_wrap=True, overflow="ignore"))
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
-    if losing_layers:
+    if losing_layers and not report.folded:
         layers = f"{count_text(losing_layers, 'layer')} of {len(report.layers)}"
         loss = f"Fewer weights and no larger window for {layers}"
         warnings.append(Text(f"{loss}; skip them with a rule"))
@@ -316,7 +320,7 @@ def _only_loses_weights(layer: LayerPlan) -> bool:
 def _details(report: ConversionReport) -> list[RenderableType]:
     """Return the layer table, the model table and the sentences of a verbose report."""
     parts: list[RenderableType] = [layer_table(report.layers)]
-    if any(layer.tie_group for layer in report.layers):
+    if any(layer.tie_group for layer in report.layers) and not report.folded:
         footnote = "* with the positions that the next layers of its tie group share"
         parts.append(Text(footnote, style="dim italic"))
     parts += _largest_error_lines(report)
@@ -384,7 +388,7 @@ def _budget_sentence(report: ConversionReport) -> str:
     budget = report.budget
     text = "Budget"
     if budget.scope == ERROR_SCOPE:
-        text += " (counts by error, the default with images)"
+        text += " (counts by error)"
     if report.folded:
         text += " before folding"
     text += ": "

@@ -4,6 +4,7 @@ An edit is found by loading what was saved: most leave no trace in names and sha
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import timm
@@ -356,6 +357,12 @@ def test_layers_that_are_no_longer_the_plans_are_refused_with_the_way_out(tmp_pa
     change, message = REFUSED[kind]
     with pytest.raises(DclsConvertError, match=message):
         save_converted(change(model), plan, tmp_path / "out")
+
+
+def test_the_plan_of_a_folded_network_is_not_that_of_one_with_layers(tmp_path):
+    model, plan = converted(tie="stage")
+    with pytest.raises(DclsConvertError, match=r"layer1\.0\.conv1 is a DclsConv2d"):
+        save_converted(model, replace(plan, folded=True), tmp_path / "out")
 
 
 def test_the_way_out_for_layers_with_positions_of_their_own(tmp_path):

@@ -242,10 +242,6 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
             {"calibration": NOISE, "dry_run": True},
             "calibration reads kernels and images, which a dry run does not",
         ),
-        (
-            {"options": PlanOptions(kernel_count=7, budget=50)},
-            "kernel count states the count, so budget and scope would have no effect",
-        ),
         ({"calibration": NOISE, "std": (0.5,)}, "calibration: give mean and std, or neither"),
         (
             {"model": TINY, "pretrained": True, "weights": {}},

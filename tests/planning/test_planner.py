@@ -238,6 +238,12 @@ def test_an_impossible_option_is_refused(name, value):
         plan_of(Net(), **{name: value})
 
 
+@pytest.mark.parametrize("other", [{"scope": "error"}, {"scope": "model"}, {"budget": 50}])
+def test_a_stated_count_leaves_nothing_to_the_budget(other):
+    with pytest.raises(PlanError, match="kernel count states the count"):
+        plan_of(Net(), kernel_count=5, **other)
+
+
 @pytest.mark.parametrize("padding", ["same", "valid", (3, 1)])
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("size", [(13, 3), (19, 17), (23, 33)])

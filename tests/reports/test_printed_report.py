@@ -23,6 +23,10 @@ def printed(report, *, verbose=0, width=80, **console):
     return recorder.file.getvalue()
 
 
+def with_layers(report, layers):
+    return replace(report, plan=replace(report.plan, layers=tuple(layers)))
+
+
 def test_unchanged_macs_are_not_reported_as_rising():
     convs = find_convs(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4)), input_size=(4, 8, 8))
     report = predict_report(plan_conversion(convs, dilated_size=3))
@@ -50,7 +54,7 @@ def test_views_fit_80_columns_and_state_each_number(name):
     layers = tuple(replace(layer, names=("layer",), stage="stage") for layer in report.layers[-6:])
     for verbose in (0, 1):
         texts = [
-            printed(replace(report, layers=layers), verbose=verbose, width=width)
+            printed(with_layers(report, layers), verbose=verbose, width=width)
             for width in (30, 66, 200)
         ]
         first, *others = [Counter(filter(str.isdigit, text)) for text in texts]
@@ -62,9 +66,8 @@ def test_a_notebook_shows_the_counts_of_each_stage_and_escapes_names():
     odd = "<script>\x1b]0;x\x07"
     report = predicted_report("convnext_tiny", dilated_size=17)
     first, *others = report.layers
-    plan = replace(report.plan, model=odd)
-    layers = (replace(first, stage=odd), *others)
-    page = replace(report, plan=plan, layers=layers)._repr_html_()
+    plan = replace(report.plan, model=odd, layers=(replace(first, stage=odd), *others))
+    page = replace(report, plan=plan)._repr_html_()
     assert all(character.isprintable() or character == "\n" for character in page)
     text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
     assert f"{report.budget.used:,} of {report.budget.limit:,}" in text
@@ -98,7 +101,7 @@ def test_a_column_has_one_unit():
         **{"out_channels": 1, "in_channels": 1, "groups": 1, "output_positions": 123},
         **{"kernel_size": (1, 10), "dilated_size": (10_000, 1000)},
     )
-    text = printed(replace(report, layers=(small, *report.layers[5:])), width=120)
+    text = printed(with_layers(report, (small, *report.layers[5:])), width=120)
     assert "MACs, k" in text
     assert "1.23 → 1,230,000.00" in text
 
@@ -131,9 +134,8 @@ def test_the_growth_is_shown_if_kernels_have_several_sizes():
 
 def test_each_stage_shows_its_own_counts():
     report = predicted_report("convnext_tiny", dilated_size=17)
-    report = replace(
-        report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:])
-    )
+    changed = replace(report.layers[0], kernel_count=31)
+    report = with_layers(report, (changed, *report.layers[1:]))
     rows = [
         line.split() for line in printed(report).splitlines() if line.lstrip().startswith("stages.")
     ]
@@ -146,8 +148,8 @@ def test_names_reach_the_terminal_as_text():
     report = predicted_report("test_convnext")
     odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", names=("[bold]n\x9b",))
     skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
-    plan = replace(report.plan, skipped=skipped, model="timm:\x1b]0;x\x07")
-    report = replace(report, plan=plan, layers=(odd,))
+    plan = replace(report.plan, skipped=skipped, model="timm:\x1b]0;x\x07", layers=(odd,))
+    report = replace(report, plan=plan)
     for verbose in (False, True):
         text = printed(report, verbose=verbose)
         assert "[bold]n" in text if verbose else "[red]s" in text

@@ -49,8 +49,10 @@ def test_layers_and_untouched_rest_sum_to_the_total():
 
 def test_a_number_that_is_not_finite_is_never_written():
     report = predicted_report("test_convnext")
+    layer = replace(report.layers[0], fit_error=math.nan)
+    report = replace(report, plan=replace(report.plan, layers=(layer,)))
     with pytest.raises(ValueError, match="JSON"):
-        replace(report, layers=(replace(report.layers[0], fit_error=math.nan),)).to_json()
+        report.to_json()
 
 
 MODELS = {
