@@ -115,20 +115,13 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     )
     traced, macs_note = _try_trace(model, inputs, input_size, is_own, has_values)
     reasons = _why_skipped(model, names_of, traced)
-    one_sided_axes: dict[str, tuple[int, ...]] = {}
-    not_measured = None
+    measured = Measured({}, {})
     if is_own:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
-        try:
-            measured = _measure(model, convs, inputs, has_values)
-        except CannotMeasureError as error:
-            not_measured = str(error)
-        else:
-            reasons |= measured.reasons
-            one_sided_axes = measured.one_sided_axes
-            not_measured = measured.gap
+        measured = _measure(model, convs, inputs, has_values)
+        reasons |= measured.reasons
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, _output_strides(traced), spatial)
+    stages = find_stages(model, _output_strides(traced, inputs), spatial)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
@@ -149,7 +142,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
             calls,
             stage=stages.stage_of(name),
             stem=stages.is_in_stem(name) or takes_image,
-            one_sided_axes=one_sided_axes.get(name, ()),
+            one_sided_axes=measured.one_sided_axes.get(name, ()),
         )
         sites.append(site)
     return ModelConvs(
@@ -160,7 +153,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         inputs=inputs,
         input_size=input_size,
         macs_note=macs_note,
-        not_measured=not_measured,
+        not_measured=measured.gap,
         stages_from=stages.found_by,
     )
 
@@ -192,18 +185,20 @@ def _why_skipped(
 def _measure(
     model: nn.Module, convs: Mapping[str, AnyConv], inputs: Inputs | None, has_values: bool
 ) -> Measured:
-    """Measure a network that is not a library's.
-
-    Raises:
-        CannotMeasureError: See `measure`.
-    """
+    """Measure a network that is not a library's; where that is not possible, say why."""
     if not convs:
         return Measured({}, {})
+    gap = None
     if inputs is None:
-        raise CannotMeasureError(f"no input size is known; state one ({OTHER_INPUTS})")
-    if not has_values:
-        raise CannotMeasureError("it has parameters without values, on the meta device or lazy")
-    return measure(model, cast(Mapping[str, Conv], convs), inputs)
+        gap = f"no input size is known; state one ({OTHER_INPUTS})"
+    elif not has_values:
+        gap = "it has parameters without values, on the meta device or lazy"
+    else:
+        try:
+            return measure(model, cast(Mapping[str, Conv], convs), inputs)
+        except CannotMeasureError as error:
+            gap = str(error)
+    return Measured({}, {}, gap)
 
 
 def _check_not_wrapped_or_converted(model: nn.Module) -> None:
@@ -266,14 +261,14 @@ def _failure_text(inputs: Inputs, input_size: tuple[int, ...] | None, error: Exc
     return f"{size_text(input_size)}: {message}; {OTHER_INPUTS}"
 
 
-def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
+def _output_strides(traced: Trace | None, inputs: Inputs | None) -> dict[str, OutputStride]:
     """Return, by name, the output stride of each convolution whose output has all image axes."""
-    if traced is None:
+    if traced is None or inputs is None:
         return {}
     strides: dict[str, OutputStride] = {}
     for name, calls in traced.calls.items():
         first_size = calls.output_size
-        image_sides = sides_of_image(traced.inputs, len(first_size))
+        image_sides = sides_of_image(inputs, len(first_size))
         if image_sides is not None and min(first_size) > 0:
             strides[name] = output_stride(image_sides, first_size)
     return strides

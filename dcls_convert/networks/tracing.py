@@ -43,7 +43,6 @@ class Calls:
 class Trace:
     """The record of one forward pass through a model."""
 
-    inputs: Inputs
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
 
@@ -64,14 +63,14 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         meta = meta_copy(model)
         arguments = meta_arguments(inputs, image_dtype(meta))
         with torch.no_grad(), torch.device("meta"):
-            return _run_and_record(meta, inputs, arguments, forward=meta)
+            return _run_and_record(meta, arguments, forward=meta)
     with eval_mode(model), suppress_output(), seeded(0), restored_values(model):
         forward = functools.partial(run_batch, model)
-        return _run_and_record(model, inputs, random_arguments(inputs), forward=forward)
+        return _run_and_record(model, random_arguments(inputs), forward=forward)
 
 
 def _run_and_record(
-    model: nn.Module, inputs: Inputs, arguments: Arguments, *, forward: Callable[..., object]
+    model: nn.Module, arguments: Arguments, *, forward: Callable[..., object]
 ) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -108,7 +107,6 @@ def _run_and_record(
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _run(model, arguments, forward)
     return Trace(
-        inputs=inputs,
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
     )
