@@ -6,6 +6,7 @@ import ast
 import graphlib
 import importlib.metadata
 import inspect
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -150,3 +151,17 @@ def test_options_that_are_written_out_have_the_defaults_of_their_record(function
 
 def test_options_name_all_interpolations():
     assert options.INTERPOLATION_NAMES == tuple(interpolation.INTERPOLATIONS)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop.md"])
+def test_the_pages_for_developers_name_files_and_code_that_exist(page):
+    root = PACKAGE.parent
+    files = [path for path in root.rglob("*") if not {"build", ".venv-test"} & set(path.parts)]
+    paths = [path.as_posix() for path in files]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files if path.suffix == ".py")
+    words = set(re.findall(r"\w+", code))
+    for text in re.findall("`([^`\n]+)`", (root / page).read_text(encoding="utf-8")):
+        if re.fullmatch(r"[\w./]+\.(py|md|toml|yml)", text):
+            assert any(path.endswith(f"/{text}") for path in paths), text
+        elif re.fullmatch(r"\w+_\w*|([A-Z][a-z]+){2,}", text):
+            assert text in words, text
