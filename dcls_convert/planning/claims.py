@@ -1,14 +1,12 @@
 """Decide which rule claims which convolution, and refuse rules that claim nothing."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
-from ..networks.sites import ConvSite, ModelConvs, Skipped, count_conv_kinds
-from ..options import AUTO, EXACT
+from ..networks.sites import ConvSite, ModelConvs, count_conv_kinds
+from ..options import EXACT
 from ..text import short_list, shortened
 from .paths import any_matches_path, nearest_paths
 from .plan_options import PlanOptions
@@ -18,17 +16,6 @@ from .rules import Rule, RuleSet
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 
 NOT_MATCHED = "not matched"  # begins the reason for a site that no rule claims
-
-
-def load_or_choose_rules(
-    rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs
-) -> RuleSet:
-    """Load the rule set that an option states; "auto" chooses one for the convolutions."""
-    if isinstance(rules, RuleSet):
-        return rules
-    if rules == AUTO:
-        return choose_rules(convs.sites)
-    return load_rules(rules)
 
 
 def choose_rules(sites: Sequence[ConvSite]) -> RuleSet:
@@ -51,66 +38,54 @@ def match_rules(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, in
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
-        index = _first_match(rules, site)
-        if index is None:
-            reasons[site.name] = f"{NOT_MATCHED} ({_why_unclaimed(rules, site)})"
-        else:
-            rule_of[site.name] = index
+        mismatches = [rule.match.mismatch(site) for rule in rules.rules]
+        if None in mismatches:
+            rule_of[site.name] = mismatches.index(None)
+            continue
+        reason = f"none of {len(mismatches)} rules"
+        if len(mismatches) == 1:
+            reason = f"rule {rules.label(0)!r}: {mismatches[0]}"
+        reasons[site.name] = f"{NOT_MATCHED} ({reason})"
     return rule_of, reasons
 
 
-def _first_match(rules: RuleSet, site: ConvSite) -> int | None:
-    for index, rule in enumerate(rules.rules):
-        if rule.match.matches(site):
-            return index
-    return None
-
-
-def _why_unclaimed(rules: RuleSet, site: ConvSite) -> str:
-    """Say why no rule matches a site: what fails in the only rule, or that all rules fail."""
-    if len(rules.rules) > 1:
-        return f"none of {len(rules.rules)} rules"
-    return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
-
-
-def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """Decide which rule converts which site, and say why the other convolutions stay.
+def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], dict[str, str]]:
+    """Decide which rule converts which site, and say why the other sites stay.
 
     Returns:
-        The index of the converting rule, by the site's name; and the convolutions that stay.
+        Two mappings from names of sites, as `match_rules` does; a site whose rule skips it is in
+        the second.
 
     Raises:
         PlanError: The model is itself a convolution.
         RuleError: A rule claims no site.
         NothingMatchesError: No site would be converted.
     """
-    # Index of the rule, by the site's name.
-    rule_of_claimed, reasons = match_rules(rules, convs.sites)
-    skipped = list(convs.skipped)
-    rule_of_converted: dict[str, int] = {}  # without sites whose rule skips them
     for site in convs.sites:
         if not site.name:
             raise PlanError(
                 "the model is itself a convolution, which cannot be replaced in place; "
                 f"use DclsConv{site.dims}d.from_conv"
             )
-        reason = reasons.get(site.name) or rules.rules[rule_of_claimed[site.name]].skip
-        if reason is None:
-            rule_of_converted[site.name] = rule_of_claimed[site.name]
-        else:
-            skipped.append(Skipped(name=site.name, type=site.type, reason=reason))
-    if not rule_of_claimed:
+    rule_of, reasons = match_rules(rules, convs.sites)
+    if not rule_of:
         raise NothingMatchesError(_why_nothing_matches(rules, convs))
-    if not rule_of_converted:
+    converting: dict[str, int] = {}
+    for name, index in rule_of.items():
+        skip = rules.rules[index].skip
+        if skip is None:
+            converting[name] = index
+        else:
+            reasons[name] = skip
+    if not converting:
         raise NothingMatchesError(
             f"{rules.source}: its rules skip all that they match; nothing would be converted"
         )
-    used = set(rule_of_claimed.values())
     for index, rule in enumerate(rules.rules):
-        if index not in used:
+        if index not in rule_of.values():
             reason = _why_unused(rule, convs)
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {reason}")
-    return rule_of_converted, skipped
+    return converting, reasons
 
 
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
@@ -163,8 +138,9 @@ def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
 
 def _why_unused(rule: Rule, convs: ModelConvs) -> str:
     """Say why a rule claims no site: earlier rules claim its matches, or it matches none."""
-    if any(map(rule.match.matches, convs.sites)):
-        return "earlier rules claim all that it matches"
+    for site in convs.sites:
+        if rule.match.mismatch(site) is None:
+            return "earlier rules claim all that it matches"
     reason = "no convolution of the model matches it"
     reason += _near_paths(rule.match.paths, convs)
     if rule.match.stage is not None:

@@ -22,11 +22,12 @@ from ..options import (
 )
 from ..text import count_text, one_line
 from .budget import UNSOLVED, solve_counts
-from .claims import assign_rules, load_or_choose_rules, refuse_overridden_options
+from .claims import assign_rules, choose_rules, refuse_overridden_options
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
 from .plan_options import PlanArguments, PlanOptions
+from .rule_files import load_rules
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
 from .windows import choose_window, recommended_size
@@ -93,8 +94,16 @@ def make_plan(
     if scope == AUTO:
         scope = "model"
     share = parse_percent(options.budget)
-    rules = load_or_choose_rules(options.rules, convs)
-    drafts, skipped = _draft_model(convs, rules, options, known_counts)
+    rules = options.rules
+    if rules == AUTO:
+        rules = choose_rules(convs.sites)
+    elif not isinstance(rules, RuleSet):
+        rules = load_rules(rules)
+    drafts, skipped = _draft_layers(convs, rules, options)
+    if known_counts is not None:
+        drafts = with_known_counts(drafts, known_counts, options.tie, skipped)
+    if options.tie == "stage":
+        drafts = with_tie_groups(drafts)
     layers, budget = solve_counts(drafts, share)
 
     example_inputs = None
@@ -107,7 +116,7 @@ def make_plan(
         macs=convs.macs,
         macs_note=convs.macs_note,
         not_measured=convs.not_measured,
-        skipped=_in_model_order(skipped, convs),
+        skipped=tuple(skipped),
         stages_from=_stages_from(convs, rules),
         model=None if source is None else source.name,
         model_args=_json_arguments(source),
@@ -130,15 +139,6 @@ def _json_arguments(source: ModelSource | None) -> dict[str, Any]:
         return dict(json.loads(json.dumps(source.args, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
-
-
-def _in_model_order(skipped: Sequence[Skipped], convs: ModelConvs) -> tuple[Skipped, ...]:
-    """Sort skipped sites in the model's order; what `find_convs` skipped itself comes last."""
-    index_of: dict[str, int] = {}
-    for index, site in enumerate(convs.sites):
-        index_of[site.name] = index
-    end = len(index_of)
-    return tuple(sorted(skipped, key=lambda skip: index_of.get(skip.name, end)))
 
 
 def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
@@ -170,52 +170,41 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
             )
 
 
-def _draft_model(
-    convs: ModelConvs, rules: RuleSet, options: PlanOptions, known_counts: LayerCounts | None
-) -> tuple[list[LayerPlan], list[Skipped]]:
-    """Draft all layers, with their tie groups; also return the convolutions that stay."""
-    rule_of, skipped = assign_rules(rules, convs)
-    refuse_overridden_options(rules, options)
-    drafts, refused = _draft_layers(convs, rules, rule_of, options)
-    skipped += refused
-    if known_counts is not None:
-        drafts = with_known_counts(drafts, known_counts, options.tie, skipped)
-    if options.tie == "stage":
-        drafts = with_tie_groups(drafts)
-    return drafts, skipped
-
-
 def _draft_layers(
-    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
+    convs: ModelConvs, rules: RuleSet, options: PlanOptions
 ) -> tuple[list[LayerPlan], list[Skipped]]:
-    """Draft the layers; also return the sites that cannot take their size.
+    """Draft the layers; also return the convolutions that stay, in the model's order.
 
     Raises:
         PlanError: A site cannot take its size, and either `strict` is set or no site can.
         RuleError, PlanError: A rule's count, or an interpolation, makes an exact start impossible.
+        RuleError, PlanError, NothingMatchesError: See `assign_rules`.
     """
+    rule_of, reasons = assign_rules(rules, convs)
+    refuse_overridden_options(rules, options)
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
-    size: int | Sequence[int] | str | None
-    if options.dilated_size == AUTO:
+    size: int | Sequence[int] | str | None = options.dilated_size
+    if size == AUTO:
         size = recommended_size(convs, rules, rule_of)
-    else:
-        size = options.dilated_size
     drafts: list[LayerPlan] = []
+    skipped: list[Skipped] = []
     refused: list[Skipped] = []
     for site in convs.sites:
-        if site.name not in rule_of:
+        if site.name in reasons:
+            skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
             continue
         try:
             drafts.append(_draft(site, rules, rule_of[site.name], size, options))
         except PlanError as error:
             refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
+            skipped.append(refused[-1])
     if refused and (options.strict or not drafts):
         message = f"{refused[0].name}: {refused[0].reason}"
         if len(refused) > 1:
             message += f" (and {count_text(len(refused) - 1, 'more layer')})"
         raise PlanError(message)
-    return drafts, refused
+    return drafts, [*skipped, *convs.skipped]
 
 
 def _draft(

@@ -169,10 +169,6 @@ class Match(_Strict):
             return [self.path]
         return self.path or []
 
-    def matches(self, site: "ConvSite") -> bool:
-        """Return True if all predicates hold."""
-        return self.mismatch(site) is None
-
     def mismatch(self, site: "ConvSite") -> str | None:
         """Describe the first predicate that `site` fails, or return None if all hold.
 
