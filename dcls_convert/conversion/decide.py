@@ -1,7 +1,7 @@
 """Decide what a request leaves open ("auto"), and plan the conversion of a loaded network.
 
 Each "auto" is decided in one place: the start in `request.py`, the rules in `planning/claims.py`,
-windows in `planning/windows.py`, counts in `planning/budget.py`, the scope and known counts here.
+windows in `planning/windows.py`, counts in `planning/counts.py`, the scope and known counts here.
 """
 
 from dataclasses import replace

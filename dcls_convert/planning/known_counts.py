@@ -7,7 +7,7 @@ from ..errors import PlanError
 from ..networks.sites import Skipped
 from ..options import Tie
 from ..text import short_list, shortened
-from .budget import UNSOLVED
+from .counts import UNSOLVED
 from .layer_plan import LayerPlan
 from .tie_groups import check_counts_can_be_tied
 

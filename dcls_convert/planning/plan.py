@@ -18,7 +18,7 @@ from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
-from .budget import PlanBudget, solve_counts
+from .counts import PlanBudget, solve_counts
 from .layer_plan import LayerPlan, check_layer, position_groups
 from .paths import any_matches_path, nearest_paths
 from .tie_groups import without_lone_ties

@@ -21,8 +21,8 @@ from ..options import (
     parse_percent,
 )
 from ..text import count_text, one_line
-from .budget import UNSOLVED, solve_counts
 from .claims import assign_rules, choose_rules, refuse_overridden_options
+from .counts import UNSOLVED, solve_counts
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..errors import PlanError
 from ..geometry import size_text
-from .budget import UNSOLVED
+from .counts import UNSOLVED
 from .layer_plan import LayerPlan, position_groups
 
 
