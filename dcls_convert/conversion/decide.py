@@ -14,7 +14,7 @@ from ..networks.input_tensors import inputs_text
 from ..networks.source import ModelSource
 from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..placing.place import find_planned_convs
-from ..planning.known_counts import LayerCounts
+from ..planning.counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..networks.running import full_precision
 from ..options import ERROR_SCOPE
 from ..placing.place import LayerGroup, make_layers
-from ..planning.known_counts import LayerCounts
+from ..planning.counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
 from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
@@ -72,7 +72,7 @@ def choose_counts_by_error(
         for group, count in zip(free_groups, chosen, strict=True):
             for layer in group.layer_plans:
                 counts[layer.name] = count
-    return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts, by_error=True), statistics
+    return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts), statistics
 
 
 def _free_groups(

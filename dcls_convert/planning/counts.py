@@ -1,17 +1,19 @@
-"""Find how many elements a parameter budget has room for.
+"""Kernel counts: the largest that a parameter budget has room for, or those of given elements.
 
-In the paper, the count is the largest that uses no more parameters than the replaced weights
+In the paper, a count is the largest that uses no more parameters than the replaced weights
 (section 3). One more element per kernel costs a weight for each kernel line of each layer, and
 coordinates for each kernel line of each tie group. `layers/elements.py` defines kernel lines.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..errors import PlanError
+from ..networks.sites import Skipped
 from ..records import JsonFraction
+from ..text import short_list, shortened
 from .layer_plan import LayerPlan, position_groups
 
 UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
@@ -52,7 +54,8 @@ def solve_counts(
                 f"{draft.name}: kernel count {draft.kernel_count} is more than "
                 f"the {draft.cells} cells of its window; use {draft.cells} or fewer"
             )
-    limit = math.floor(share * _replaced_weights(drafts))
+    replaced_weights = sum(layer.dense_weights for layer in drafts)
+    limit = math.floor(share * replaced_weights)
     unsolved = [layer for layer in drafts if layer.kernel_count == UNSOLVED]
     layers = list(drafts)
     exact: Fraction | None = None
@@ -63,7 +66,7 @@ def solve_counts(
         min_cells = min(layer.cells for layer in unsolved)
         count = min(math.floor(exact), min_cells)
         if count < 1:
-            raise PlanError(_no_room_message(drafts, share))
+            raise PlanError(_no_room_message(drafts, share, replaced_weights))
         layers = _with_unsolved_counted(drafts, count)
     else:
         count = drafts[0].kernel_count
@@ -75,10 +78,10 @@ def solve_counts(
     return tuple(layers), budget
 
 
-def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction) -> str:
+def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction, replaced_weights: int) -> str:
     """Return the error message for a budget that has no room for one element."""
     min_params = _params(_with_unsolved_counted(drafts, 1))
-    min_share = Fraction(min_params, _replaced_weights(drafts))
+    min_share = Fraction(min_params, replaced_weights)
     min_percent = math.ceil(min_share * 10_000) / 100  # rounded up
     min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
     percent = float(share * 100)
@@ -89,13 +92,6 @@ def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction) -> str:
     if percent < 1:  # probably meant as a share
         message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
     return message
-
-
-def _replaced_weights(layers: Sequence[LayerPlan]) -> int:
-    weights = 0
-    for layer in layers:
-        weights += layer.dense_weights
-    return weights
 
 
 def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
@@ -117,3 +113,50 @@ def _params(layers: Sequence[LayerPlan]) -> int:
         for layer in group:
             params += layer.lines * layer.kernel_count
     return params
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCounts:
+    """Kernel counts of elements that exist already, for all layers to convert."""
+
+    source: str  # "checkpoint weights.pth", for messages
+    counts: Mapping[str, int]  # by any of the layer's names
+
+
+def with_known_counts(
+    drafts: Sequence[LayerPlan], known: LayerCounts, skipped: Sequence[Skipped]
+) -> list[LayerPlan]:
+    """Return the drafts with the kernel counts of elements that exist already.
+
+    Raises:
+        PlanError: The elements do not belong to exactly these layers, or a rule states another
+            count.
+    """
+    counts_left = dict(known.counts)
+    count_of: dict[str, int] = {}
+    for draft in drafts:
+        for name in draft.names:
+            if name in counts_left:
+                count_of.setdefault(draft.name, counts_left.pop(name))
+    for name in counts_left:
+        reason_of = {skip.name: skip.reason for skip in skipped}
+        raise PlanError(
+            f"{known.source}: has elements for {shortened(name)}, which would not be converted: "
+            f"{reason_of.get(name, 'the model has no such convolution')}"
+        )
+    missing = [draft.name for draft in drafts if draft.name not in count_of]
+    if missing:
+        raise PlanError(
+            f"{known.source}: has no elements for {short_list(missing, 1)}, "
+            "which would be converted"
+        )
+    counted = []
+    for draft in drafts:
+        count = count_of[draft.name]
+        if draft.kernel_count not in (UNSOLVED, count):
+            raise PlanError(
+                f"{known.source}: {draft.name} has {count} elements in a kernel, "
+                f"but rule {draft.rule!r} states {draft.kernel_count}"
+            )
+        counted.append(replace(draft, kernel_count=count))
+    return counted

@@ -22,8 +22,7 @@ from ..options import (
 )
 from ..text import count_text, one_line
 from .claims import assign_rules, choose_rules, refuse_overridden_options
-from .counts import UNSOLVED, solve_counts
-from .known_counts import LayerCounts, with_known_counts
+from .counts import UNSOLVED, LayerCounts, solve_counts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
 from .plan_options import PlanArguments, PlanOptions
@@ -101,7 +100,7 @@ def make_plan(
         rules = load_rules(rules)
     drafts, skipped = _draft_layers(convs, rules, options)
     if known_counts is not None:
-        drafts = with_known_counts(drafts, known_counts, options.tie, skipped)
+        drafts = with_known_counts(drafts, known_counts, skipped)
     if options.tie == "stage":
         drafts = with_tie_groups(drafts)
     layers, budget = solve_counts(drafts, share)

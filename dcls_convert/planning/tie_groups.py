@@ -4,26 +4,15 @@ A draft is a LayerPlan that has no tie group yet, and whose kernel count may sti
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ..errors import PlanError
 from ..geometry import size_text
-from .counts import UNSOLVED
 from .layer_plan import LayerPlan, position_groups
 
 
 def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """Return the drafts with the names of their tie groups."""
-    group_of: dict[str, str] = {}
-    for group, members in group_layers(drafts).items():
-        for member in members:
-            group_of[member.name] = group
-    return [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
-
-
-def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Group the drafts that can share positions, by a unique name of the group.
+    """Return the drafts with the names of their tie groups.
 
     A group has at least two drafts, of the same stage, shape, window and interpolation. Their old
     kernels have the same size and dilation, so that one grid of initial positions fits them all.
@@ -45,15 +34,15 @@ def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
         )
         by_key.setdefault(key, []).append(draft)
     groups = [members for members in by_key.values() if len(members) > 1]
-    groups_in_stage: Counter[str | None] = Counter()
-    for members in groups:
-        groups_in_stage[members[0].stage] += 1
-    members_of: dict[str, list[LayerPlan]] = {}
-    for members in groups:
-        first = members[0]
-        name = _group_name(first, members_of, alone_in_stage=groups_in_stage[first.stage] == 1)
-        members_of[name] = members
-    return members_of
+    groups_in_stage = Counter(members[0].stage for members in groups)
+    group_names: list[str] = []
+    group_of: dict[str, str] = {}
+    for first, *others in groups:
+        is_alone = groups_in_stage[first.stage] == 1
+        group_names.append(_group_name(first, group_names, alone_in_stage=is_alone))
+        for member in (first, *others):
+            group_of[member.name] = group_names[-1]
+    return [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
 
 
 def _group_name(first: LayerPlan, used_names: Collection[str], *, alone_in_stage: bool) -> str:
@@ -74,22 +63,6 @@ def _group_name(first: LayerPlan, used_names: Collection[str], *, alone_in_stage
     if same_name_count:
         name += f"/{same_name_count + 1}"
     return name
-
-
-def check_counts_can_be_tied(
-    drafts: Sequence[LayerPlan], count_of: Mapping[str, int], source: str
-) -> None:
-    """Raise PlanError if layers that could share positions have different counts."""
-    without_counts = [replace(draft, kernel_count=UNSOLVED) for draft in drafts]
-    for group, (first, *others) in group_layers(without_counts).items():
-        count = count_of[first.name]
-        for other in others:
-            if count_of[other.name] != count:
-                raise PlanError(
-                    f"{source}: layers of {group} cannot share positions, "
-                    f"since their kernel counts differ: {first.name} has {count}, "
-                    f"{other.name} has {count_of[other.name]}; use tie 'none'"
-                )
 
 
 def without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
