@@ -8,7 +8,7 @@ from ..errors import NothingMatchesError, PlanError, RuleError
 from ..networks.sites import ConvSite, ModelConvs, count_conv_kinds
 from ..options import EXACT
 from ..text import short_list, shortened
-from .paths import any_matches_path, nearest_paths
+from .paths import matches_path, nearest_paths
 from .plan_options import PlanOptions
 from .rule_files import load_rules
 from .rules import Rule, RuleSet
@@ -128,7 +128,7 @@ def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
         names += site.names
     unknown = []
     for pattern in patterns:
-        if not any_matches_path(names, [pattern]):
+        if not matches_path(names, [pattern]):
             unknown.append(pattern)
     if not unknown:
         return ""

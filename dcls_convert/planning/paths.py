@@ -7,25 +7,18 @@ from collections.abc import Iterable, Sequence
 MAX_NEAREST = 3  # paths to suggest for one pattern
 
 
-def matches_path(name: str, patterns: Sequence[str]) -> bool:
-    """Return True if one of the patterns matches the module of this name.
+def matches_path(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return True if one of the patterns matches a module that has these names.
 
-    A pattern with `*`, `?` or `[...]` must match the whole name, and `*` also matches dots. A name,
+    A pattern with `*`, `?` or `[...]` must match a whole name, and `*` also matches dots. A name,
     which may have brackets of its own, matches the module of that name, and all modules inside it.
     """
-    for pattern in patterns:
-        if name == pattern or name.startswith(f"{pattern}."):
-            return True
-        if fnmatch.fnmatchcase(name, pattern):
-            return True
-    return False
-
-
-def any_matches_path(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Return True if a pattern matches one of these names, such as the names of one module."""
     for name in names:
-        if matches_path(name, patterns):
-            return True
+        for pattern in patterns:
+            if name == pattern or name.startswith(f"{pattern}."):
+                return True
+            if fnmatch.fnmatchcase(name, pattern):
+                return True
     return False
 
 

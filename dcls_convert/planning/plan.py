@@ -20,7 +20,7 @@ from ..tables import as_html, as_text
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
 from .counts import PlanBudget, solve_counts
 from .layer_plan import LayerPlan, check_layer, position_groups
-from .paths import any_matches_path, nearest_paths
+from .paths import matches_path, nearest_paths
 from .tie_groups import without_lone_ties
 
 PLAN_FORMAT = 1
@@ -99,7 +99,7 @@ class ConversionPlan(Record):
         kept = []
         removed = []
         for layer in self.layers:
-            if any_matches_path(layer.names, patterns):
+            if matches_path(layer.names, patterns):
                 reason = f"left out of the plan by {' or '.join(map(shortened, patterns))}"
                 kind = f"Conv{layer.dims}d"
                 removed.append(Skipped(name=layer.name, type=kind, reason=reason))
@@ -123,7 +123,7 @@ class ConversionPlan(Record):
         for layer in self.layers:
             names += layer.names
         for pattern in patterns:
-            if not any_matches_path(names, [pattern]):
+            if not matches_path(names, [pattern]):
                 near = short_list(nearest_paths([pattern], names), 6)
                 raise PlanError(
                     f"the plan has no layer {shortened(pattern)}; the nearest are {near}"

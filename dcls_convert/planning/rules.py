@@ -29,7 +29,7 @@ from ..options import (
     check_even,
 )
 from ..text import one_line, shortened
-from .paths import any_matches_path
+from .paths import matches_path
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -179,7 +179,7 @@ class Match(_Strict):
             if stated is None:
                 continue
             if predicate == "path":
-                if not any_matches_path(site.names, self.paths):
+                if not matches_path(site.names, self.paths):
                     return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
                 continue
             value = getattr(site, predicate)

@@ -29,7 +29,7 @@ def rules(*paths):
     ],
 )
 def test_a_plain_path_matches_all_inside_it_and_a_pattern_whole_names(pattern, matched, others):
-    assert {name for name in matched | others if matches_path(name, [pattern])} == matched
+    assert {name for name in matched | others if matches_path([name], [pattern])} == matched
 
 
 @pytest.mark.parametrize("path", ["layer1", "layer1.*", "layer1.?"])
