@@ -27,8 +27,7 @@ from ..planning.claims import NOT_MATCHED
 from ..planning.rules import RuleSet
 from ..progress import Notify, ignore_messages
 from ..records import adapter, write_json
-from ..reports.costs import Change, MacsChange
-from ..reports.number_text import short_before_after, short_count
+from ..reports.costs import Change, MacsChange, short_before_after, short_count
 from ..reports.report import predict_report
 from ..tables import Column, Table
 from ..text import count_text, did_you_mean, one_line, range_text, shortened

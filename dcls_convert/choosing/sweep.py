@@ -30,8 +30,7 @@ from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
-from ..reports.costs import Change
-from ..reports.number_text import in_one_unit, percent, with_separators
+from ..reports.costs import Change, in_one_unit, percent, with_separators
 from ..reports.report import predict_report
 from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text

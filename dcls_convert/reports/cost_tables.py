@@ -6,8 +6,17 @@ from ..geometry import size_text
 from ..planning.layer_plan import LayerPlan
 from ..tables import Column, Table
 from ..text import range_text
-from .costs import Change, MacsChange, ParamsChange, macs_of, params_of
-from .number_text import before_after, in_one_unit, percent, with_separators
+from .costs import (
+    Change,
+    MacsChange,
+    ParamsChange,
+    before_after,
+    in_one_unit,
+    macs_of,
+    params_of,
+    percent,
+    with_separators,
+)
 
 Layers = Sequence[LayerPlan]
 

@@ -1,11 +1,17 @@
-"""What a conversion costs: counts before and after, of layers and of the whole model."""
+"""What a conversion costs: counts before and after, of layers and of the whole model, and as text.
 
-from collections.abc import Iterable
+A text has all digits, or three, or the unit of its column.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pydantic import computed_field
 
 from ..planning.layer_plan import LayerPlan
+
+NOT_COUNTED = "n/a"
+UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,3 +70,79 @@ def macs_of(layers: Iterable[LayerPlan]) -> Change:
         before += layer.macs_before
         after += layer.macs_after
     return Change(before=before, after=after)
+
+
+def with_separators(count: int | None, sign: str = "") -> str:
+    """Return 4800 as "4,800", or as "+4,800" with the sign "+"."""
+    if count is None:
+        return NOT_COUNTED
+    return f"{count:{sign},}"
+
+
+def before_after(change: Change, write: Callable[[int], str] = with_separators) -> str:
+    """Return 4800 and 3360 as "4,800 → 3,360"."""
+    if change.before is None or change.after is None:
+        return NOT_COUNTED
+    return f"{write(change.before)} → {write(change.after)}"
+
+
+def percent(change: Change, digits: int = 2) -> str:
+    """Return the change from 4800 to 3360 as "-30.00 %"; empty if it is not known."""
+    if change.percent is None:
+        return ""
+    return f"{change.percent:+.{digits}f} %"
+
+
+def short_count(count: int | None) -> str:
+    """Return 4455531264 as "4.46 G"."""
+    if count is None:
+        return NOT_COUNTED
+    unit, name = _unit(count)
+    return f"{_short(count / unit)}{name}"
+
+
+def short_before_after(change: Change) -> str:
+    """Return 4455531264 and 4970337024 as "4.46 → 4.97 G", in the unit of the first."""
+    unit, name = _unit(change.before or 0)
+    text = before_after(change, lambda count: _short(count / unit))
+    if change.delta is None:
+        return text
+    return f"{text}{name}"
+
+
+def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str]:
+    """Return a function that formats the counts of a column, and the unit for its heading.
+
+    Unit and digits suit the smallest count; zeros and unknown counts are ignored.
+    """
+    smallest = min(filter(None, counts), default=1)
+    unit, name = _unit(smallest)
+    if unit == 1 or smallest >= 100 * unit:
+        digits = 0
+    elif smallest < 10 * unit:
+        digits = 2
+    else:
+        digits = 1
+    heading = f",{name}" if name else ""
+    return lambda count: f"{count / unit:,.{digits}f}", heading
+
+
+def _short(value: float) -> str:
+    """Write three digits, or all before the point: 4.46, 44.3, 15,900.
+
+    A whole number has no decimals.
+    """
+    digits = 2
+    if value % 1 == 0 or value >= 99.95:
+        digits = 0
+    elif value >= 9.995:
+        digits = 1
+    return f"{value:,.{digits}f}"
+
+
+def _unit(count: int) -> tuple[float, str]:
+    """Return the largest unit that the count reaches, and its name."""
+    for unit, name in UNITS:
+        if count >= unit:
+            return unit, name
+    return UNITS[-1]

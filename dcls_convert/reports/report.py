@@ -23,8 +23,7 @@ from ..records import adapter, write_json
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
-from .costs import MacsChange, ParamsChange
-from .number_text import before_after, percent, short_before_after
+from .costs import MacsChange, ParamsChange, before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
