@@ -2,12 +2,12 @@
 
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import computed_field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from ..layers.interpolation import find_interpolation
 from ..networks.input_tensors import inputs_text
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
+from ..planning.counts import PlanBudget
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import adapter, write_json
@@ -32,28 +33,6 @@ FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
     "saves the construction, and stores window-sized kernels."
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetReport:
-    """How the kernel counts were chosen, and how many parameters they may use, and do use.
-
-    The numbers of a folded model are those before folding.
-    """
-
-    scope: str
-    kernel_count: int | None  # None if layers have different counts
-    limit: int
-    used: int
-    # The kernel count that would use the whole budget, rounded down to two decimals; None if the
-    # counts of layers differ.
-    exact_count: float | None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def slack(self) -> int:
-        """Parameters left; negative if a given count exceeds the budget."""
-        return self.limit - self.used
 
 
 # What the JSON has, in this order: attributes of the report, and of each of its layers.
@@ -149,20 +128,9 @@ class ConversionReport:
         return self.plan.macs - sum(layer.macs_before or 0 for layer in self.layers)
 
     @property
-    def budget(self) -> BudgetReport:
-        """How the kernel counts were chosen."""
-        budget = self.plan.budget
-        exact_count = None
-        if budget.exact_count is not None:
-            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
-            exact_count = int(budget.exact_count * 100) / 100
-        return BudgetReport(
-            scope=self.plan.scope,
-            kernel_count=budget.kernel_count,
-            limit=budget.limit,
-            used=budget.used,
-            exact_count=exact_count,
-        )
+    def budget(self) -> PlanBudget:
+        """How many parameters the layers may use, and do use; if folded, before folding."""
+        return self.plan.budget
 
     @property
     def layers_beyond_map(self) -> int:
@@ -172,8 +140,23 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         data = _values(self, REPORT_KEYS)
+        data["budget"] = self._budget_values()
         data["layers"] = [_values(layer, LAYER_KEYS) for layer in self.layers]
         return data
+
+    def _budget_values(self) -> dict[str, Any]:
+        exact_count = None
+        if self.budget.exact_count is not None:
+            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
+            exact_count = int(self.budget.exact_count * 100) / 100
+        return {
+            "scope": self.plan.scope,
+            "kernel_count": self.budget.kernel_count,
+            "limit": self.budget.limit,
+            "used": self.budget.used,
+            "exact_count": exact_count,
+            "slack": self.budget.slack,
+        }
 
     def to_json(self) -> str:
         """Return the JSON report; raise CheckpointError if a number is not finite."""
@@ -219,18 +202,22 @@ def report_view(
         why_kept: Where to read why convolutions are kept; follows "3 convolutions kept; ".
     """
     parts = [*_heading(report), *_warnings(report, cheaper_sizes), Text()]
+    sentences = _sentences(report, verbose=verbose > 0)
     if verbose == 0:
-        parts += [stage_table(report.layers), Text(), indented(_budget_sentence(report))]
-        parts += map(indented, _positions_sentences(report))
-        if report.macs.note:
-            parts.append(indented(_macs_sentence(report)))
-        parts += map(indented, _error_sentences(report))
-        parts += map(indented, outcome_sentences(report.outcome))
+        parts += [stage_table(report.layers), Text()]
         if report.skipped:
-            parts.append(indented(f"{_skipped_count(report)} kept; {why_kept}."))
-    else:
-        parts += _details(report)
-        parts += _kept_lines(report, by_name=verbose > 1)
+            kept = count_text(len(report.skipped), "convolution")
+            sentences.append(f"{kept} kept; {why_kept}.")
+        parts += map(indented, sentences)
+        return Group(*parts)
+    parts.append(layer_table(report.layers))
+    if any(layer.tie_group for layer in report.layers):
+        footnote = "* with the positions that the next layers of its tie group share"
+        parts.append(Text(footnote, style="dim italic"))
+    parts += _largest_error_lines(report)
+    parts += [Text(), _model_table(report), Text()]
+    parts += map(indented, sentences)
+    parts += _kept_lines(report, by_name=verbose > 1)
     return Group(*parts)
 
 
@@ -316,40 +303,21 @@ def _only_loses_weights(layer: LayerPlan) -> bool:
     return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
 
 
-def _details(report: ConversionReport) -> list[RenderableType]:
-    """Return the layer table, the model table and the sentences of a verbose report."""
-    parts: list[RenderableType] = [layer_table(report.layers)]
-    if any(layer.tie_group for layer in report.layers) and not report.folded:
-        footnote = "* with the positions that the next layers of its tie group share"
-        parts.append(Text(footnote, style="dim italic"))
-    parts += _largest_error_lines(report)
-    parts += [Text(), _model_table(report), Text()]
-    parts += map(indented, _sentences(report))
-    return parts
-
-
-def _model_table(report: ConversionReport) -> Table:
-    return model_table(report.params, report.macs, report.layers, report.params_untouched)
-
-
 def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
     """Return lines on the layers with the largest errors, with the reasons if they are known.
 
     They are the errors of the table's Error column. Small errors are left out.
     """
-    error_field = shown_error(report.layers)
-    errors: list[tuple[float, LayerPlan]] = []
-    for layer in report.layers:
-        error = getattr(layer, error_field)
-        if error is not None and error >= SMALL_ERROR:
-            errors.append((error, layer))
-    if not errors:
+    error_of = operator.attrgetter(shown_error(report.layers))
+    layers = [layer for layer in report.layers if (error_of(layer) or 0) >= SMALL_ERROR]
+    if not layers:
         return []
-    errors.sort(key=lambda pair: pair[0], reverse=True)
-    compared = "outputs" if error_field == "output_error" else "kernels"
+    compared = "kernels"
+    if shown_error(report.layers) == "output_error":
+        compared = "outputs"
     lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
-    for error, layer in errors[:LAYERS_NAMED]:
-        parts = [f"{shortened(layer.name)}: {error:.3f}", *layer.error_reasons]
+    for layer in sorted(layers, key=error_of, reverse=True)[:LAYERS_NAMED]:
+        parts = [f"{shortened(layer.name)}: {error_of(layer):.3f}", *layer.error_reasons]
         lines.append(indented("; ".join(parts), "dim", by=3))
     return lines
 
@@ -358,7 +326,8 @@ def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableTy
     """List the kept convolutions and the reasons, by name or counted by class and reason."""
     if not report.skipped:
         return []
-    parts = [Text(), Text(f" Kept as they are ({_skipped_count(report)}):")]
+    kept = count_text(len(report.skipped), "convolution")
+    parts = [Text(), Text(f" Kept as they are ({kept}):")]
     lines = []
     if by_name:
         for skip in report.skipped:
@@ -370,49 +339,63 @@ def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableTy
     return [*parts, *(indented(line, "dim", by=3) for line in lines)]
 
 
-def _skipped_count(report: ConversionReport) -> str:
-    return count_text(len(report.skipped), "convolution")
-
-
 def report_markdown(report: ConversionReport) -> str:
     """Return the report in Markdown, for a model card."""
-    items = "".join(f"- {line}\n" for line in _sentences(report))
-    return "\n".join(
-        [stage_table(report.layers).markdown(), _model_table(report).markdown(), items]
-    )
+    stages = stage_table(report.layers).markdown()
+    model = _model_table(report).markdown()
+    items = "".join(f"- {printable(line)}\n" for line in _sentences(report, verbose=True))
+    return f"{stages}\n{model}\n{items}"
+
+
+def _model_table(report: ConversionReport) -> Table:
+    return model_table(report.params, report.macs, report.layers, report.params_untouched)
+
+
+def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
+    """Return sentences on the budget, positions, errors and outputs.
+
+    With `verbose`, also on the new kernels, MACs and feature maps.
+    """
+    lines = [_budget_sentence(report)]
+    if not report.folded:
+        lines.append(_positions_sentence(report))
+    if report.macs.note and not verbose:
+        lines.append(_macs_sentence(report))
+    if shown_error(report.layers) == "output_error":
+        lines.append(
+            "Error: relative error of each layer's outputs on the images it was fitted to."
+        )
+    if verbose:
+        lines.append(f"{_new_kernels(report)}; stages from {report.stages_from}.")
+        lines.append(_macs_sentence(report))
+    if verbose and report.layers_beyond_map:
+        lines.append(
+            f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
+            "the window is at least twice as large as the feature map at this input size; "
+            "its outer cells meet only padding."
+        )
+    return [*lines, *outcome_sentences(report.outcome)]
 
 
 def _budget_sentence(report: ConversionReport) -> str:
     """Say how much of the budget is used."""
     budget = report.budget
     text = "Budget"
-    if budget.scope == ERROR_SCOPE:
+    if report.plan.scope == ERROR_SCOPE:
         text += " (counts by error)"
     if report.folded:
         text += " before folding"
     text += ": "
-    if budget.exact_count is not None:
-        text += f"{count_text(budget.kernel_count or 0, 'element')} per kernel use "
+    if budget.kernel_count is not None:
+        text += f"{count_text(budget.kernel_count, 'element')} per kernel use "
     text += f"{budget.used:,} of {budget.limit:,} parameters (no biases)"
     if budget.slack < 0:
         text += f", OVER BUDGET by {-budget.slack:,}"
     return f"{text}."
 
 
-def _sentences(report: ConversionReport) -> list[str]:
-    """Return sentences on the budget, errors, new kernels, MACs, feature maps and outputs."""
-    kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
-    lines = [_budget_sentence(report), *_positions_sentences(report), *_error_sentences(report)]
-    lines += [kernels, _macs_sentence(report)]
-    lines += _map_sentences(report)
-    lines += outcome_sentences(report.outcome)
-    return [printable(line) for line in lines]
-
-
-def _positions_sentences(report: ConversionReport) -> list[str]:
+def _positions_sentence(report: ConversionReport) -> str:
     """Say how many positions are shared, and how elements spread over the cells."""
-    if report.folded:
-        return []
     tied = [layer for layer in report.layers if layer.tie_group is not None]
     groups = {layer.tie_group for layer in tied}
     shared = sum(layer.position_params for layer in tied)
@@ -424,38 +407,20 @@ def _positions_sentences(report: ConversionReport) -> list[str]:
     elif own:
         sentence += f" (not shared: {count_text(own, 'layer')})"
     interpolations = sorted({layer.interpolation for layer in report.layers})
-    return [f"{sentence}; {' and '.join(interpolations)} interpolation."]
+    return f"{sentence}; {' and '.join(interpolations)} interpolation."
+
+
+def _new_kernels(report: ConversionReport) -> str:
+    weights = f"{report.params.weights:,} weights"
+    if report.folded:
+        return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
+    return f"New kernels: {weights} and {report.params.positions:,} {_coordinates(report)}"
 
 
 def _coordinates(report: ConversionReport) -> str:
     if any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers):
         return "positions and sigmas"
     return "positions"
-
-
-def _error_sentences(report: ConversionReport) -> list[str]:
-    """Explain the Error column if it holds output errors, as it does after a calibration."""
-    if shown_error(report.layers) != "output_error":
-        return []
-    return ["Error: relative error of each layer's outputs on the images it was fitted to."]
-
-
-def _map_sentences(report: ConversionReport) -> list[str]:
-    """Say in how many layers the window has cells that never meet the feature map, if in any."""
-    if not report.layers_beyond_map:
-        return []
-    return [
-        f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
-        "the window is at least twice as large as the feature map at this input size; "
-        "its outer cells meet only padding."
-    ]
-
-
-def _kernels_sentence(report: ConversionReport) -> str:
-    weights = f"{report.params.weights:,} weights"
-    if report.folded:
-        return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
-    return f"New kernels: {weights} and {report.params.positions:,} {_coordinates(report)}"
 
 
 def _macs_sentence(report: ConversionReport) -> str:

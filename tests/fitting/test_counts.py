@@ -187,9 +187,9 @@ def test_scope_error_keeps_a_budget_that_is_too_small_for_each_layer_alone():
 def test_the_default_scope_is_error_with_images_and_model_without():
     options = {"dilated_size": 9, "input_size": INPUT_SIZE, "budget": 60}
     without_images = convert_(three_stages(), **options)
-    assert (without_images.budget.scope, without_images.plan.scope) == ("model", "model")
+    assert without_images.plan.scope == "model"
     images = [smooth_noise()]
-    assert convert_(three_stages(), calibration=images, **options).budget.scope == "error"
+    assert convert_(three_stages(), calibration=images, **options).plan.scope == "error"
 
     def counts(**scope):
         report = convert_(three_stages(), calibration=images, **options, **scope)
