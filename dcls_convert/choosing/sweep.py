@@ -1,5 +1,6 @@
 """Compare windows, and counts or budgets, of one network, and recommend the window of "auto"."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,20 +207,16 @@ def make_sweep(
         raise CheckpointError(
             f"{loaded.weights.where}: has elements of its own, so there is nothing to compare"
         )
-    auto_plan = _plan(loaded, Combination(size=AUTO))
+    auto_plan = plan_network(loaded, request.options)
     if auto_plan.not_measured is not None:
         note(not_measured_text(auto_plan.not_measured))
-    auto = _planned_row(auto_plan, SweepRow(asked=None, status="done"))
     rows = [SweepRow(asked=None, status="original", params=auto_plan.params, macs=auto_plan.macs)]
-    asked = _combinations(sizes or candidate_windows(auto_plan.layers), counts, budgets)
-    for number, combination in enumerate(asked, 1):
-        notify(f"planning {number} of {len(asked)}")
-        row = SweepRow(asked=combination, status="done", command=command(combination))
-        try:
-            row = _planned_row(_plan(loaded, combination), row)
-        except PlanError as error:
-            row = replace(row, status="does not fit", reason=str(error))
-        rows.append(row)
+    sizes = sizes or candidate_windows(auto_plan.layers)
+    combinations = list(itertools.product(sizes, counts or (None,), budgets or (None,)))
+    for number, (size, count, budget) in enumerate(combinations, 1):
+        notify(f"planning {number} of {len(combinations)}")
+        asked = Combination(size=size, kernel_count=count, budget=budget)
+        rows.append(_row(loaded, asked, command(asked)))
     name = type(request.model).__name__
     if loaded.source is not None:
         name = loaded.source.name
@@ -228,7 +225,7 @@ def make_sweep(
         input_size=auto_plan.input_size,
         macs_note=auto_plan.macs_note,
         rows=tuple(rows),
-        choice=recommend(rows, auto),
+        choice=_recommend(rows, auto_plan),
     )
 
 
@@ -247,50 +244,40 @@ def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
     return [f"+{MIN_GROWTH + 2 * index}" for index in range(CANDIDATE_COUNT)]
 
 
-def _combinations(
-    sizes: Sequence[RequestedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
-) -> list[Combination]:
-    """Combine every size with every count, or with every budget."""
-    combinations = []
-    for size in sizes:
-        for count in counts or (None,):
-            for budget in budgets or (None,):
-                combinations.append(Combination(size=size, kernel_count=count, budget=budget))
-    return combinations
-
-
-def _plan(loaded: LoadedNetwork, combination: Combination) -> ConversionPlan:
-    options = replace(loaded.request.options, dilated_size=combination.size)
-    if combination.kernel_count is not None:
-        options = replace(options, kernel_count=combination.kernel_count)
-    if combination.budget is not None:
-        options = replace(options, budget=combination.budget)
-    return plan_network(loaded, options)
-
-
-def _planned_row(plan: ConversionPlan, row: SweepRow) -> SweepRow:
-    """Return the row with what the conversion would change."""
+def _row(loaded: LoadedNetwork, asked: Combination, command: str | None) -> SweepRow:
+    """Plan a combination, and return its row."""
+    options = replace(loaded.request.options, dilated_size=asked.size)
+    if asked.kernel_count is not None:
+        options = replace(options, kernel_count=asked.kernel_count)
+    if asked.budget is not None:
+        options = replace(options, budget=asked.budget)
+    try:
+        plan = plan_network(loaded, options)
+    except PlanError as error:
+        return SweepRow(asked=asked, status="does not fit", reason=str(error), command=command)
     report = predict_report(plan)
-    return replace(
-        row,
+    return SweepRow(
+        asked=asked,
+        status="done",
+        command=command,
         layers=len(plan.layers),
         layers_beyond_map=report.layers_beyond_map,
-        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
-        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
+        dilated_sizes=plan.dilated_sizes,
+        kernel_counts=plan.kernel_counts,
         elements=report.params.weights,
         params=report.params.after,
         macs=report.macs.after,
     )
 
 
-def recommend(rows: Sequence[SweepRow], auto: SweepRow) -> Recommendation:
+def _recommend(rows: Sequence[SweepRow], auto_plan: ConversionPlan) -> Recommendation:
     """Recommend the row with the windows of "auto".
 
     Of several counts or budgets, it is the largest that adds no parameters, or else the smallest.
     """
-    same_windows = [row for row in rows if row.dilated_sizes == auto.dilated_sizes]
+    same_windows = [row for row in rows if row.dilated_sizes == auto_plan.dilated_sizes]
     if not same_windows:
-        windows = range_text(auto.dilated_sizes, size_text)
+        windows = range_text(auto_plan.dilated_sizes, size_text)
         return Recommendation(why=f"auto takes {windows}, which is not in the table")
     no_more_params = [row for row in same_windows if _params(row) <= _params(rows[0])]
     if no_more_params:

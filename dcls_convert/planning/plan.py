@@ -132,8 +132,8 @@ class ConversionPlan(Record):
     def __rich__(self) -> RenderableType:
         """The layers in one sentence; the report that `predict_report` makes has the costs."""
         kernels = range_text((layer.kernel_size for layer in self.layers), size_text)
-        windows = range_text((layer.dilated_size for layer in self.layers), size_text)
-        counts = counts_text((layer.kernel_count for layer in self.layers), "element")
+        windows = range_text(self.dilated_sizes, size_text)
+        counts = counts_text(self.kernel_counts, "element")
         return Text(
             f"Plan for {printable(self.model or 'a model')}: "
             f"{count_text(len(self.layers), 'layer')}, {kernels} → {windows}, "
@@ -169,6 +169,16 @@ class ConversionPlan(Record):
         if self.input_size is not None:
             return image_inputs(self.input_size)
         return self.example_inputs
+
+    @property
+    def dilated_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The windows of the layers: distinct values, sorted."""
+        return tuple(sorted({layer.dilated_size for layer in self.layers}))
+
+    @property
+    def kernel_counts(self) -> tuple[int, ...]:
+        """The kernel counts of the layers: distinct values, sorted."""
+        return tuple(sorted({layer.kernel_count for layer in self.layers}))
 
     @property
     def growth_of_mixed_kernels(self) -> int | None:
