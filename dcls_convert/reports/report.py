@@ -211,7 +211,7 @@ def report_view(
         parts += map(indented, sentences)
         return Group(*parts)
     parts.append(layer_table(report.layers))
-    if any(layer.tie_group for layer in report.layers):
+    if any(layer.tie_group for layer in report.layers) and not report.folded:
         footnote = "* with the positions that the next layers of its tie group share"
         parts.append(Text(footnote, style="dim italic"))
     parts += _largest_error_lines(report)
