@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..errors import PlanError, RuleError, check_argument
+from ..errors import NothingMatchesError, PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, OldConv, Skipped
@@ -29,7 +29,7 @@ from .plan_options import PlanArguments, PlanOptions
 from .rule_files import load_rules
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
-from .windows import choose_window, recommended_size
+from .windows import NoWindowError, choose_window, recommended_size
 
 # A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
 
@@ -189,6 +189,7 @@ def _draft_layers(
     drafts: list[LayerPlan] = []
     skipped: list[Skipped] = []
     refused: list[Skipped] = []
+    none_may_grow = True
     for site in convs.sites:
         if site.name in reasons:
             skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
@@ -198,10 +199,13 @@ def _draft_layers(
         except PlanError as error:
             refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
             skipped.append(refused[-1])
+            none_may_grow &= isinstance(error, NoWindowError)
     if refused and (options.strict or not drafts):
         message = f"{refused[0].name}: {refused[0].reason}"
         if len(refused) > 1:
             message += f" (and {count_text(len(refused) - 1, 'more layer')})"
+        if none_may_grow and not drafts:
+            raise NothingMatchesError(message)
         raise PlanError(message)
     return drafts, [*skipped, *convs.skipped]
 

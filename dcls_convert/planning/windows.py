@@ -27,6 +27,10 @@ BEYOND = (
 )
 
 
+class NoWindowError(PlanError):
+    """A convolution whose kernel must not grow, whatever the size of the window."""
+
+
 def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
     """Return the growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
 
@@ -129,10 +133,10 @@ def choose_window(
 
 
 def _check_one_sided(site: ConvSite, window: Sequence[int]) -> None:
-    """Raise PlanError if a window grows along an axis on which outputs look to one side alone."""
+    """Refuse (NoWindowError) to grow along an axis on which outputs look to one side alone."""
     for axis in site.one_sided_axes:
         if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
-            raise PlanError(
+            raise NoWindowError(
                 f"the network's outputs look to one side alone{_along(site, axis)}, and a larger "
                 f"window would look {BEYOND}"
             )
@@ -146,7 +150,7 @@ def _along(site: ConvSite, axis: int) -> str:
 
 
 def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
-    """Raise PlanError if a window grows along an axis on which padding does not centre the kernel.
+    """Refuse (NoWindowError) to grow along an axis on which padding does not centre the kernel.
 
     Such padding, also by other code, shows where the kernel must not look: ahead in time, or into
     the neighbouring patch.
@@ -162,7 +166,7 @@ def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
         cells = str(before)
         if before != after:
             cells = f"{before} before and {after} after"
-        raise PlanError(
+        raise NoWindowError(
             f"its padding of {cells} does not centre its kernel of {extents[axis]}"
             f"{_along(site, axis)}, so a larger window would look {BEYOND}"
         )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcls_convert import convert_, find_convs
-from dcls_convert.errors import PlanError
+from dcls_convert.errors import NothingMatchesError
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..dependence import WithOrdinary, seen
@@ -442,7 +442,7 @@ def test_functions_of_every_kind_are_followed():
 
 def test_where_all_are_shifted_the_message_names_the_rule():
     model = FORMS["rows above"][1]()
-    with pytest.raises(PlanError, match=r"one side alone along axis 0, .*padding: any"):
+    with pytest.raises(NothingMatchesError, match=r"one side alone along axis 0, .*padding: any"):
         convert_(model, rules=DEFAULT, dilated_size=7, input_size=INPUT[2])
 
 

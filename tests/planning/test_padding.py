@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcls_convert import convert_, find_convs, plan_conversion, register_conv
-from dcls_convert.errors import PlanError
+from dcls_convert.errors import NothingMatchesError
 from dcls_convert.geometry import keeps_centre
 from dcls_convert.planning.rule_files import parse_rules
 
@@ -129,7 +129,9 @@ def test_a_window_that_does_not_grow_along_the_padded_axis_is_no_harm():
 @pytest.mark.parametrize("name", ["depthwise", "auto"])
 def test_where_all_are_off_centre_the_message_names_the_rule(name):
     model = FORMS["tail cut off"][1]()
-    with pytest.raises(PlanError, match=r"conv: its padding of 3 does not centre .*padding: any"):
+    with pytest.raises(
+        NothingMatchesError, match=r"conv: its padding of 3 does not centre .*padding: any"
+    ):
         convert_(model, rules=name, input_size=(2, 12))
 
 
