@@ -177,7 +177,6 @@ def _carry_out(
         from ..checkpoints.save import save_just_converted
         from ..conversion.convert import carry_out
         from ..networks.running import check_device
-        from ..views.plot import draw
 
         if request.device is not None:
             request = replace(request, device=str(check_device(request.device)))
@@ -199,6 +198,8 @@ def _carry_out(
         model = conversion.model.eval().cpu()
         figure = None
         if picture:
+            from ..views.plot import draw
+
             figure = draw(conversion.plan, model.state_dict(), ".png")
         save_just_converted(
             model,

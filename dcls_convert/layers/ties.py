@@ -67,7 +67,8 @@ class Tieable(nn.Module):
         """Return a parameter of the first layer, on this layer's device."""
         (first,) = self._tied_to
         shared = getattr(first, name)
-        weight = getattr(self, "weight", None)
+        # In the copies that nn.DataParallel makes, weights are plain attributes.
+        weight = self._parameters.get("weight", self.__dict__.get("weight"))
         if shared is None or weight is None:
             return shared
         if is_sharded(shared) and not is_sharded(weight):
@@ -77,7 +78,12 @@ class Tieable(nn.Module):
             )
         if shared.device == weight.device:
             return shared
-        return shared.to(weight.device)  # as nn.DataParallel needs it
+        if shared.is_meta and hasattr(first, "_hf_hook"):
+            # accelerate keeps the first layer elsewhere, and brings it for each forward pass.
+            first._hf_hook.pre_forward(first)
+            shared = getattr(first, name)
+            first._hf_hook.post_forward(first, None)
+        return shared.to(weight.device)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Copy the layer.
