@@ -18,7 +18,6 @@ from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.source import TIMM_ARCHITECTURE
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
-from .branches import guard_merging_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,7 +163,6 @@ def insert_layers_(
     """Put layers into the model.
 
     Besides the layers, the model keeps:
-    - guards of the methods that merge branches (`branches.py`);
     - names that `no_weight_decay` returns (`networks/position_parameters.py`);
     - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`.
 
@@ -183,7 +181,6 @@ def insert_layers_(
                 module = make_plain_conv(layer)
             for name in layer_plan.names:
                 model.set_submodule(name, module)
-    guard_merging_(model, plan)
     if not plan.folded:
         exclude_from_weight_decay_(model)
     # With this, timm's own savers write a config that rebuilds the converted model.

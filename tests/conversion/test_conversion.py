@@ -155,7 +155,6 @@ def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_rep
     ("function", "call"),
     [
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
-        ("placing.place.guard_merging_", 1),
         ("placing.place.exclude_from_weight_decay_", 1),
     ],
 )
