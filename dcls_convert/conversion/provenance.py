@@ -24,23 +24,65 @@ PROVENANCE_ATTRIBUTE = "dcls_provenance"
 # Fields of a request that are not recorded as options. The model and the command have entries of
 # their own, `options` is recorded field by field, and the others do not change the result.
 NOT_OPTIONS = ("model", "options", "needs_authors_elements", "dry_run", "command")
-FILE_OPTIONS = ("rules", "weights", "calibration", "held_out", "plan_folder")
+# Options that name a file, or are in memory.
+FILE_OPTIONS = ("rules", "weights", "calibration", "held_out", "plan_folder", "example_inputs")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
 
 
 def describe_conversion(request: ConversionRequest) -> dict[str, Any]:
     """Return the record of a conversion."""
+    weights = "random"
+    if request.weights is not None:
+        weights = _plain_value("weights", request.weights)
+    elif request.pretrained:
+        weights = "pretrained"
+    elif request.trained:
+        weights = IN_MEMORY
     return {
         "command": request.command,
         "request": {"model": _model_name(request), **_stated_options(request)},
         "seed": request.seed,
-        "weights": _weights_source(request),
+        "weights": weights,
         "versions": {
             "dcls-convert": __version__,
             "torch": str(torch.__version__),
             "timm": version("timm"),
         },
     }
+
+
+def _model_name(request: ConversionRequest) -> str:
+    """Return the model as the user named it, without folders; for one in memory, its class."""
+    if not isinstance(request.model, str):
+        return type(request.model).__name__
+    if request.model.startswith("local-dir:"):
+        return f"local-dir:{Path(request.model).name}"
+    return request.model
+
+
+def _stated_options(request: ConversionRequest) -> dict[str, Any]:
+    """Return the options that differ from their defaults, as JSON values."""
+    stated: dict[str, Any] = {}
+    records: tuple[ConversionRequest | PlanOptions, ...] = (request.options, request)
+    for record in records:
+        for option in fields(record):
+            value = getattr(record, option.name)
+            if option.name in NOT_OPTIONS or value is None:
+                continue
+            value = _plain_value(option.name, value)
+            if value != option.default:
+                stated[option.name] = value
+    return stated
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    """Return an option as a JSON value; of a path, only the last component."""
+    if name not in FILE_OPTIONS:
+        return json.loads(json.dumps(value, default=str))
+    value = getattr(value, "source", value)  # of a `RuleSet`
+    if isinstance(value, str | Path):
+        return Path(value).name
+    return IN_MEMORY
 
 
 def provenance_of(model: nn.Module) -> dict[str, Any] | None:
@@ -72,48 +114,3 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value)
-
-
-def _model_name(request: ConversionRequest) -> str:
-    """Return the model as the user named it, without folders; for one in memory, its class."""
-    if not isinstance(request.model, str):
-        return type(request.model).__name__
-    if request.model.startswith("local-dir:"):
-        return f"local-dir:{Path(request.model).name}"
-    return request.model
-
-
-def _weights_source(request: ConversionRequest) -> str:
-    """Return the name of the weights' file, "pretrained", "random" or "in memory"."""
-    if isinstance(request.weights, Path):
-        return request.weights.name
-    if request.pretrained:
-        return "pretrained"
-    if request.trained:
-        return IN_MEMORY
-    return "random"
-
-
-def _stated_options(request: ConversionRequest) -> dict[str, Any]:
-    """Return the options that differ from their defaults, as JSON values."""
-    stated: dict[str, Any] = {}
-    records: tuple[ConversionRequest | PlanOptions, ...] = (request.options, request)
-    for record in records:
-        for option in fields(record):
-            value = getattr(record, option.name)
-            if option.name in NOT_OPTIONS or value is None:
-                continue
-            value = _plain_value(option.name, value)
-            if value != option.default:
-                stated[option.name] = value
-    return stated
-
-
-def _plain_value(name: str, value: Any) -> Any:
-    """Return the value of an option as a JSON value; of a path, only the last component."""
-    if name not in (*FILE_OPTIONS, "example_inputs"):
-        return json.loads(json.dumps(value, default=str))
-    value = getattr(value, "source", value)  # of a `RuleSet`
-    if isinstance(value, str | Path):
-        return Path(value).name
-    return IN_MEMORY
