@@ -38,8 +38,6 @@ class Conversion:
     takes_authors_elements: bool  # the weights had elements, which the new layers took over
     report: ConversionReport
     model: nn.Module | None = None  # the converted network; None after a dry run
-    # |new - old| / |old| of the outputs for random images; None if outputs were not compared.
-    random_output_error: float | None = None
 
     @property
     def plan(self) -> ConversionPlan:
@@ -166,7 +164,6 @@ def _convert_(
         tensors = (*network.parameters(), *network.buffers())
         overwritten = [tensor for tensor in tensors if tensor.dim() == 1]
     before = None
-    random_output_error = None
     with unchanged_on_failure(network, values=overwritten):
         if request.trained and request.start != "random":
             before = outputs_before_conversion(network, plan, images)
@@ -181,15 +178,11 @@ def _convert_(
             notify=notify,
         )
         if before is not None:
-            outcome, random_output_error = compare_with_outputs_before(
-                before, network, report, images
-            )
+            outcome = compare_with_outputs_before(before, network, report, images)
             report = replace(report, outcome=outcome)
         attach_provenance_(network, describe_conversion(request))
         _state_normalisation_(network, request, plan)
-    return replace(
-        conversion, model=network, report=report, random_output_error=random_output_error
-    )
+    return replace(conversion, model=network, report=report)
 
 
 def _state_normalisation_(

@@ -48,7 +48,7 @@ def compare_with_outputs_before(
     model: nn.Module,
     report: ConversionReport,
     images: Calibration | None,
-) -> tuple[Outcome, float | None]:
+) -> Outcome:
     """Run the converted model, and summarise how much kernels and outputs changed.
 
     Args:
@@ -56,33 +56,29 @@ def compare_with_outputs_before(
         model: The converted model.
         report: Of the plan that was carried out, with the errors of the kernels.
         images: The calibration. Without one (None), only outputs for random images are compared.
-
-    Returns:
-        The summary, and the relative error of the outputs for random images (None if unknown).
     """
     random_error = None
     if before.random is not None:
-        random_error = compare_outputs(
-            before.random, _random_outputs(model, report.plan)
-        ).output_error
+        random = _random_outputs(model, report.plan)
+        random_error = compare_outputs(before.random, random).output_error
     kernel_error = None
     kernel_errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
     if kernel_errors:
         kernel_error = sum(kernel_errors) / len(kernel_errors)
     if images is None:
-        return Outcome(kernel_error=kernel_error, images=0), random_error
+        return Outcome(kernel_error=kernel_error, images=0, random_output_error=random_error)
     converted = compare_outputs(before.held_out, _outputs(model, images.held_out))
-    outcome = Outcome(
+    return Outcome(
         kernel_error=kernel_error,
         images=sum(map(len, images.held_out)),
         fitted_images=len(images),
         images_cropped=images.images_cropped,
+        random_output_error=random_error,
         same_top1=converted.same_top1,
         kl=converted.kl,
         output_error=converted.output_error,
         shifted=before.shifted,
     )
-    return outcome, random_error
 
 
 @full_precision()

@@ -23,6 +23,8 @@ class Outcome:
     fitted_images: Annotated[int, Field(exclude=True)] = 0
     # Number of held-out images that `images` are crops of; 0 without crops. Not in the JSON.
     images_cropped: Annotated[int, Field(exclude=True)] = 0
+    # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.
+    random_output_error: Annotated[float | None, Field(exclude=True)] = None
     same_top1: float | None = None  # this and the next two are as in `Agreement`
     kl: float | None = None
     output_error: float | None = None

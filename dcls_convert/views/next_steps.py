@@ -28,11 +28,11 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     code = with_folder(training_code(done.report.model, trained=request.trained), output)
     lines += textwrap.indent(code, "    ").splitlines()
     outcome = done.report.outcome
-    if outcome is not None:
-        lines += ["", *outcome_sentences(outcome)]
-    has_compared_images = outcome is not None and bool(outcome.images)
-    if done.random_output_error is not None and not has_compared_images:
-        percent = 100 * done.random_output_error
+    if outcome is None:
+        return lines
+    lines += ["", *outcome_sentences(outcome)]
+    if outcome.random_output_error is not None and not outcome.images:
+        percent = 100 * outcome.random_output_error
         lines.append(f"Outputs for random images moved by {percent:.2g} %.")
     return lines
 
