@@ -53,26 +53,30 @@ class Table:
         self.add(*texts, style="bold")
         self._total_rows += 1
 
-    def _shown(self) -> list[int]:
-        """Return the indices of the columns with a text in any row; of all if there are no rows."""
-        shown = []
-        for index in range(len(self._columns)):
-            is_name = index == 0
-            if is_name or not self._rows or any(row[index] for row in self._rows):
-                shown.append(index)
-        return shown
+    def _shown(self) -> tuple[list[Column], list[list[str]]]:
+        """Return the columns with a text in any row, and what the rows have in them."""
+        columns: list[Column] = []
+        rows: list[list[str]] = [[] for _ in self._rows]
+        for index, column in enumerate(self._columns):
+            texts = [row[index] for row in self._rows]
+            if index == 0 or any(texts) or not texts:
+                columns.append(column)
+                for row, text in zip(rows, texts, strict=True):
+                    row.append(text)
+        return columns, rows
 
     def markdown(self) -> str:
         """Return the table as Markdown; headings are not escaped."""
-        shown = self._shown()
+        columns, rows = self._shown()
+        headings = []
         rules = []
-        for index in shown:
-            left = index == 0 or self._columns[index].left
+        for column in columns:
+            left = column.left or column is columns[0]
+            headings.append(column.heading)
             rules.append("---" if left else "---:")
-        headings = [self._columns[index].heading for index in shown]
         lines = [_markdown_line(headings), _markdown_line(rules)]
-        for row in self._rows:
-            lines.append(_markdown_line(row[index].translate(MARKDOWN_ESCAPES) for index in shown))
+        for row in rows:
+            lines.append(_markdown_line(cell.translate(MARKDOWN_ESCAPES) for cell in row))
         return "".join(lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -81,8 +85,9 @@ class Table:
         natural = console.measure(table, options=options.update(max_width=UNLIMITED_WIDTH)).maximum
         surplus = natural - options.max_width
         if surplus > 0 and not any(column.words for column in self._columns):
-            names = [self._columns[0].heading, *(row[0] for row in self._rows)]
-            longest = max(cell_len(shortened(name, name_width)) for name in names)
+            longest = cell_len(self._columns[0].heading)
+            for name, *_ in self._rows:
+                longest = max(longest, cell_len(shortened(name, name_width)))
             shortest_allowed = min(longest, self._min_name_width - 1)
             table = self._rich_table(max(longest - surplus, shortest_allowed))
         yield table
@@ -92,22 +97,22 @@ class Table:
         table = rich_table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
-        shown = self._shown()
-        only_words_wrap = any(self._columns[index].words for index in shown)
-        for index in shown:
-            column = self._columns[index]
-            wraps = column.words if only_words_wrap else index > 0
+        columns, rows = self._shown()
+        only_words_wrap = any(column.words for column in columns)
+        for column in columns:
+            is_name = column is columns[0]
+            wraps = column.words if only_words_wrap else not is_name
             overflow: Any = {"overflow": "fold"} if wraps else {"no_wrap": True}
-            justify: Any = "left" if index == 0 or column.left else "right"
+            justify: Any = "left" if is_name or column.left else "right"
             table.add_column(column.heading, justify=justify, **overflow)
-        for row, style in zip(self._rows, self._styles, strict=True):
-            name, *others = [row[index] for index in shown]
-            is_last = len(table.rows) + 1 == len(self._rows) - self._total_rows
+        last = len(rows) - self._total_rows  # number of the row above the totals
+        for number, (row, style) in enumerate(zip(rows, self._styles, strict=True), start=1):
+            name, *others = row
             table.add_row(
                 Text(shortened(name, name_width)),
                 *map(Text, others),
                 style=style,
-                end_section=is_last,  # a line above the totals
+                end_section=number == last,
             )
         return table
 

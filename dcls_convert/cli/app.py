@@ -25,7 +25,7 @@ from .fold import fold
 from .inspect import inspect
 from .models import models
 from .rules import rules_app
-from .sweep import sweep
+from .sweep import sweep_command
 from .verify import verify
 
 EXIT_BUG = 1
@@ -94,7 +94,10 @@ def _main(
 COMMANDS: dict[Any, tuple[str, str]] = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("models 'convnext_*'", "models 'torchvision:*' --dilated-size +2 --json"),
-    sweep: ("sweep convnext_tiny", "sweep efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
+    sweep_command: (
+        "sweep convnext_tiny",
+        "sweep efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%",
+    ),
     inspect: (
         "inspect convnext_tiny-dcls17",
         "inspect convnext_tiny-dcls17 --picture positions.png",
@@ -103,7 +106,8 @@ COMMANDS: dict[Any, tuple[str, str]] = {
     verify: ("verify convnext_tiny-dcls17", "verify mine-dcls9 --trust-code"),
 }
 for command, examples in COMMANDS.items():
-    app.command(epilog="\n\ndcls-convert ".join(["Examples:", *examples]))(command)
+    name = command.__name__.removesuffix("_command")
+    app.command(name, epilog="\n\ndcls-convert ".join(["Examples:", *examples]))(command)
 app.add_typer(rules_app, name="rules")
 
 
@@ -199,11 +203,12 @@ def _parser_message(error: typer.TyperException) -> str:
     program = "dcls-convert"
     if context is not None:
         program = context.command_path
-        options = {option for parameter in context.command.params for option in parameter.opts}
-        aliases = ALIASES.get(getattr(error, "option_name", ""), [])
-        possibilities = [alias for alias in aliases if alias.split()[0] in options]
-        if possibilities:
-            error.possibilities = possibilities  # type: ignore[attr-defined]
+        options: list[str] = []
+        for parameter in context.command.params:
+            options += parameter.opts
+        for alias in ALIASES.get(getattr(error, "option_name", ""), []):
+            if alias.split()[0] in options:
+                error.possibilities = [alias]  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if re.fullmatch(EXTRA_VALUES, message):
         message += "; a list is written with commas: dcls-convert sweep MODEL --sizes 9,13"

@@ -83,8 +83,11 @@ def complete_rules() -> list[str]:
 
 def values_for(record: type, context: typer.Context) -> dict[str, Any]:
     """Return those parameters of a command that a dataclass has as fields, too."""
-    names = {field.name for field in fields(record)}
-    return {name: value for name, value in context.params.items() if name in names}
+    values = {}
+    for field in fields(record):
+        if field.name in context.params:
+            values[field.name] = context.params[field.name]
+    return values
 
 
 # What to convert

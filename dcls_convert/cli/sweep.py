@@ -46,7 +46,7 @@ Budgets = Annotated[
 ]
 
 
-def sweep(
+def sweep_command(
     context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
