@@ -1,12 +1,14 @@
 """Decide which rule claims which convolution, and refuse rules that claim nothing."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
 from ..networks.sites import ConvSite, ModelConvs, count_conv_kinds
-from ..options import EXACT
+from ..options import AUTO, EXACT
 from ..text import short_list, shortened
 from .paths import matches_path, nearest_paths
 from .plan_options import PlanOptions
@@ -18,8 +20,17 @@ AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `au
 NOT_MATCHED = "not matched"  # begins the reason for a site that no rule claims
 
 
-def choose_rules(sites: Sequence[ConvSite]) -> RuleSet:
-    """Return the first of AUTO_RULES that claims a convolution, or conv3x3 if none does."""
+def choose_rules(
+    stated: RuleSet | str | Path | Mapping[str, Any], sites: Sequence[ConvSite]
+) -> RuleSet:
+    """Return the rule set that an option states.
+
+    "auto" is the first of AUTO_RULES that claims a convolution, or conv3x3 if none does.
+    """
+    if isinstance(stated, RuleSet):
+        return stated
+    if stated != AUTO:
+        return load_rules(stated)
     for name in AUTO_RULES:
         rules = load_rules(name)
         rule_of, _ = match_rules(rules, sites)

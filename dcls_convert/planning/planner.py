@@ -26,7 +26,6 @@ from .counts import UNSOLVED, LayerCounts, solve_counts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
 from .plan_options import PlanArguments, PlanOptions
-from .rule_files import load_rules
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
 from .windows import NoWindowError, choose_window, recommended_size
@@ -93,11 +92,7 @@ def make_plan(
     if scope == AUTO:
         scope = "model"
     share = parse_percent(options.budget)
-    rules = options.rules
-    if rules == AUTO:
-        rules = choose_rules(convs.sites)
-    elif not isinstance(rules, RuleSet):
-        rules = load_rules(rules)
+    rules = choose_rules(options.rules, convs.sites)
     drafts, skipped = _draft_layers(convs, rules, options)
     if known_counts is not None:
         drafts = with_known_counts(drafts, known_counts, skipped)

@@ -284,9 +284,12 @@ def test_the_built_in_rule_sets_claim_what_they_are_made_for(
 
 def test_auto_prefers_depthwise_convolutions_with_a_side_of_at_least_3():
     small = [replace(SITE, kernel_size=size) for size in [(1, 1), (2, 2)]]
-    assert choose_rules([*small, replace(SITE, kind="dense")]).source == "conv3x3"
-    assert choose_rules([replace(SITE, kind="dense", kernel_size=(1, 3, 3))]).source == "dense3x3x3"
-    assert choose_rules([*small, replace(SITE, kernel_size=(1, 3))]).source == "depthwise"
+    assert choose_rules("auto", [*small, replace(SITE, kind="dense")]).source == "conv3x3"
+    assert (
+        choose_rules("auto", [replace(SITE, kind="dense", kernel_size=(1, 3, 3))]).source
+        == "dense3x3x3"
+    )
+    assert choose_rules("auto", [*small, replace(SITE, kernel_size=(1, 3))]).source == "depthwise"
 
 
 @pytest.mark.parametrize("name", builtin_rules())
