@@ -84,8 +84,7 @@ def apply_plan_(
         start_from_kernels_(groups, statistics, init, seed, notify)
         if statistics is not None:
             calibrated = fit_to_outputs_(model, groups, statistics, notify)
-            _note_kept_fits(calibrated, note)
-            _note_shifted_means(calibrated, note)
+            _note_limits(calibrated, note)
         for group in groups:
             kernel_errors |= group.kernel_errors()
     _place_(model, plan, groups, calibrated)
@@ -162,18 +161,14 @@ def _statistics(
     return measure_inputs(model, groups, calibration, notify)
 
 
-def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
-    """Tell the user how many layers keep their fit, for lack of samples."""
+def _note_limits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
+    """Tell the user which layers keep their fit, for lack of samples, or a shift of their mean."""
     count = sum(layer.keeps_fit for layer in calibrated)
     if count:
         note(
             f"{count} of {len(calibrated)} layers keep the fit to their kernels, because the "
             "images give too few samples for them; use more or larger images"
         )
-
-
-def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
-    """Tell the user which layers have output means that cannot be corrected."""
     still_shifted = [layer.name for layer in calibrated if layer.shifted_tensor is None]
     if still_shifted:
         note(

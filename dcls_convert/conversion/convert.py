@@ -68,9 +68,8 @@ def carry_out(
             other error.
     """
     loaded = load(request, notify=notify, note=note)
-    weights = loaded.weights
-    if weights is not None:
-        check_start(request, weights, note)
+    if loaded.weights is not None:
+        check_start(request, loaded.weights, note)
     notify("planning")
     must_measure = plan is None and must_measure_counts(loaded)
     if plan is None:
@@ -82,16 +81,16 @@ def carry_out(
     conversion = Conversion(
         request=request,
         source=loaded.source,
-        takes_authors_elements=weights is not None and bool(weights.elements),
+        takes_authors_elements=loaded.authors_weights is not None,
         report=predict_report(plan),
     )
     if request.dry_run:
         return conversion
     approve(conversion)
     network = build_network(loaded, notify=notify)
-    if weights is not None and weights.elements:
-        return _convert_with_elements_(conversion, network, weights, notify)
-    weights = None  # the network has them; keeping both would take twice the memory
+    if loaded.authors_weights is not None:
+        return _convert_with_elements_(conversion, network, loaded.authors_weights, notify)
+    # The network has the weights; keeping both would take twice the memory.
     loaded = replace(loaded, weights=None)
     images = _read_images(request, network, plan, note)
     statistics = None

@@ -29,8 +29,9 @@ from .request import ConversionRequest
 def must_measure_counts(loaded: LoadedNetwork) -> bool:
     """True if the error of each layer chooses its count, so that the network has to be fitted."""
     request = loaded.request
-    has_elements = loaded.weights is not None and bool(loaded.weights.elements)
-    if has_elements or request.init == EXACT or request.options.kernel_count != AUTO:
+    if loaded.authors_weights is not None or request.init == EXACT:
+        return False
+    if request.options.kernel_count != AUTO:
         return False
     if request.options.scope == AUTO:
         return request.calibration is not None
@@ -53,10 +54,11 @@ def plan_network(
     """
     request = loaded.request
     weights = loaded.weights
+    authors_weights = loaded.authors_weights
     known_counts = measured_counts
-    if weights is not None and weights.elements:
+    if authors_weights is not None:
         options = replace(options, kernel_count=AUTO)
-        known_counts = counts_of_elements(weights)
+        known_counts = counts_of_elements(authors_weights)
     elif request.init == EXACT:
         options = replace(options, kernel_count=EXACT)
     elif measured_counts is not None:
@@ -66,8 +68,8 @@ def plan_network(
     plan = make_plan(
         loaded.convs, options, known_counts=known_counts, source=loaded.source_in_checkpoint
     )
-    if weights is not None and weights.elements:
-        translate_authors_elements(weights, plan, request.authors_version)  # may raise
+    if authors_weights is not None:
+        translate_authors_elements(authors_weights, plan, request.authors_version)  # may raise
     elif weights is not None and request.dry_run:
         # The network is not built, which would check them.
         check_weights(

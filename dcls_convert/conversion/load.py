@@ -49,6 +49,13 @@ class LoadedNetwork:
     convs: ModelConvs  # traced at the input size
     weights: RequestWeights | None
 
+    @property
+    def authors_weights(self) -> RequestWeights | None:
+        """The weights, if they have elements of the authors' layers."""
+        if self.weights is None or not self.weights.elements:
+            return None
+        return self.weights
+
 
 def load(
     request: ConversionRequest, *, notify: Notify = ignore_messages, note: Note = ignore_messages
@@ -204,7 +211,7 @@ def build_network(loaded: LoadedNetwork, *, notify: Notify = ignore_messages) ->
     if source is None:
         return loaded.structure
     weights = loaded.weights
-    if weights is not None and weights.elements:
+    if loaded.authors_weights is not None:
         weights = None
     if source.kind not in LIBRARY_KINDS:
         network = loaded.structure
