@@ -75,8 +75,9 @@ def plan_network(
         check_weights(
             loaded.structure, weights.entries, weights.where, optional=weights.new_classifier
         )
+    states_inputs = request.input_size is not None or request.example_inputs is not None
     has_lazy = any(map(is_lazy, loaded.structure.parameters()))  # which cannot run yet
-    if plan.macs is None and request.states_inputs and not has_lazy:
+    if plan.macs is None and states_inputs and not has_lazy:
         _refuse_inputs(plan)
     _log(request, plan)
     return plan

@@ -1,7 +1,7 @@
 """Load what a request names: the network's source, its structure, and its weights."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -140,7 +140,9 @@ def _read_weights(
 ) -> RequestWeights:
     assert request.weights is not None
     notify("reading weights")
-    where = request.weights_name
+    where = f"checkpoint {request.weights}"
+    if isinstance(request.weights, Mapping):
+        where = "the state dict"
     state = read_weights(request.weights, key=request.checkpoint_key, note=note)
     entries = rename_to_model(structure, state, where=where, note=note)
     new_classifier: list[str] = []

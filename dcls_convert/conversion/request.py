@@ -88,23 +88,11 @@ class ConversionRequest:
         return not isinstance(self.model, str) or self.pretrained or self.weights is not None
 
     @property
-    def states_inputs(self) -> bool:
-        """Whether the user stated what the network takes."""
-        return self.input_size is not None or self.example_inputs is not None
-
-    @property
     def start(self) -> Init:
         """`init`, with "auto" resolved."""
         if self.init != AUTO:
             return self.init
         return "fit" if self.trained else "random"
-
-    @property
-    def weights_name(self) -> str:
-        """Name of the weights in messages."""
-        if isinstance(self.weights, Mapping):
-            return "the state dict"
-        return f"checkpoint {self.weights}"
 
 
 @dataclass(frozen=True, kw_only=True)
