@@ -24,8 +24,8 @@ class OutputsBefore:
     """Outputs of a model before its conversion."""
 
     held_out: list[Any]  # one entry per held-out batch
-    # Agreement with those for images shifted by one pixel: a yardstick for the conversion. None
-    # without held-out images.
+    # How close the outputs for images shifted by one pixel are to these: a yardstick for the error
+    # of the conversion. None if no image is held out.
     shifted: Agreement | None
     random: Any  # for two random images; see `_random_outputs`
 
@@ -38,9 +38,10 @@ def outputs_before_conversion(
     shifted = None
     if images is not None and images.held_out:
         held_out = _outputs(model, images.held_out)
-        moved = _outputs(model, map(_shifted_by_a_pixel, images.held_out))
-        shifted = compare_outputs(held_out, moved)
-    return OutputsBefore(held_out=held_out, shifted=shifted, random=_random_outputs(model, plan))
+        shifted_outputs = _outputs(model, map(_shifted_by_a_pixel, images.held_out))
+        shifted = compare_outputs(held_out, shifted_outputs)
+    random = _random_outputs(model, plan)
+    return OutputsBefore(held_out=held_out, shifted=shifted, random=random)
 
 
 def compare_with_outputs_before(
