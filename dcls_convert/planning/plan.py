@@ -145,15 +145,13 @@ class ConversionPlan(Record):
     _repr_html_ = as_html
 
     def __post_init__(self) -> None:
-        first_of: dict[str | None, LayerPlan] = {}
+        owner_of: dict[str, str] = {}
+        for first, *others in position_groups(self.layers):
+            for layer in others:
+                owner_of[layer.name] = first.name
         layers = []
         for layer in self.layers:
-            owner = None
-            if layer.tie_group is not None:
-                first = first_of.setdefault(layer.tie_group, layer)
-                if first is not layer:
-                    owner = first.name
-            layers.append(replace(layer, owner=owner, folded=self.folded))
+            layers.append(replace(layer, owner=owner_of.get(layer.name), folded=self.folded))
         object.__setattr__(self, "layers", tuple(layers))
 
     @property

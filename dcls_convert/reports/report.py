@@ -27,7 +27,7 @@ from .cost_tables import layer_table, model_table, shown_error, stage_table, win
 from .costs import MacsChange, ParamsChange, before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
-COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
+COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the first line is red
 LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
@@ -223,6 +223,9 @@ def report_view(
 
 def _heading(report: ConversionReport) -> list[RenderableType]:
     """Return lines on the costs of the conversion and on what was converted."""
+    costs = f"{before_after(report.params)} parameters ({percent(report.params)})"
+    if report.macs.delta is not None:
+        costs += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
     counts = counts_text((layer.kernel_count for layer in report.layers), "element")
     kernels = f"{counts} in {windows_text(report.layers)}"
     if report.plan.growth_of_mixed_kernels is not None:
@@ -235,7 +238,7 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     elif report.plan.inputs is not None:
         model += f", input {inputs_text(report.plan.inputs)}"
     return [
-        Text(_headline(report), style=_headline_style(report)),
+        Text(costs, style=_style_of_costs(report)),
         Text(kernels) + Text(printable(model), style="dim"),
     ]
 
@@ -244,7 +247,8 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
     """Return warnings: costly windows, layers that only lose weights, what was not measured."""
     warnings = []
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
-    if added_macs > MAX_ADDED_COST_PERCENT and _has_smallest_growth(report):
+    grow_least = all(max(layer.growths) <= MIN_GROWTH for layer in report.plan.layers)
+    if added_macs > MAX_ADDED_COST_PERCENT and grow_least:
         growth = f"Even the smallest growth adds {added_macs:.0f} % to the MACs"
         warnings.append(Text(f"{growth}; rules can skip layers"))
     elif added_macs > COSTLY_MACS_PERCENT:
@@ -268,15 +272,7 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
     return warnings
 
 
-def _headline(report: ConversionReport) -> str:
-    """Return the parameters and MACs before and after, with the changes in percent."""
-    headline = f"{before_after(report.params)} parameters ({percent(report.params)})"
-    if report.macs.delta is not None:
-        headline += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
-    return headline
-
-
-def _headline_style(report: ConversionReport) -> str:
+def _style_of_costs(report: ConversionReport) -> str:
     """Return a rich style; the colours only repeat what the numbers and words say."""
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
     added_params = report.params.delta or 0
@@ -287,14 +283,6 @@ def _headline_style(report: ConversionReport) -> str:
     if added_params < 0:
         return "bold green"
     return "bold"
-
-
-def _has_smallest_growth(report: ConversionReport) -> bool:
-    """True if no window is more than MIN_GROWTH cells larger than its kernel along any axis."""
-    for layer in report.plan.layers:
-        if max(layer.growths) > MIN_GROWTH:
-            return False
-    return True
 
 
 def _only_loses_weights(layer: LayerPlan) -> bool:
