@@ -35,16 +35,17 @@ FOLDING_SENTENCE = (
 )
 
 
-# What the JSON has, in this order: attributes of the report, and of each of its layers.
-REPORT_KEYS = (
-    *("format", "model", "input_size", "output", "params", "macs", "budget", "layers", "skipped"),
-    *("stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
-    *("layers_beyond_map", "not_measured"),
-)
+# What the JSON has, in this order: attributes of the report, its budget, attributes of each of its
+# layers, and more attributes of the report.
+FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs")
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
     *("macs_before", "macs_after", "fit_error", "output_error", "error_reasons"),
+)
+LAST_KEYS = (
+    *("skipped", "stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
+    *("layers_beyond_map", "not_measured"),
 )
 LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "error_reasons")
 
@@ -139,10 +140,10 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        data = _values(self, REPORT_KEYS)
+        data = _values(self, FIRST_KEYS)
         data["budget"] = self._budget_values()
         data["layers"] = [_values(layer, LAYER_KEYS) for layer in self.layers]
-        return data
+        return data | _values(self, LAST_KEYS)
 
     def _budget_values(self) -> dict[str, Any]:
         exact_count = None
