@@ -161,9 +161,8 @@ def model_row(name: str, request: ConversionRequest) -> ModelRow:
     for layer in plan.layers:
         replaced[f"{layer.kind} {size_text(layer.kernel_size)}"] += 1
     kept: Counter[str] = Counter()
-    site_names = {site.name for site in convs.sites}
     for skip in plan.skipped:
-        if skip.name in site_names and not skip.reason.startswith(NOT_MATCHED):
+        if skip not in convs.skipped and not skip.reason.startswith(NOT_MATCHED):
             kept[skip.reason] += 1
     return replace(
         row,

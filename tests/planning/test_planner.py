@@ -294,15 +294,6 @@ def test_a_layer_that_cannot_take_the_size_is_skipped_with_the_reason_or_refused
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("convnext_tiny", 17), ("convnext_nano", 17), ("mobilenetv2_100", 5), ("resnet18", 5)],
-)
-def test_kernels_of_one_size_get_the_usual_window(name, size):
-    plan = plan_conversion(convs_of(name))
-    assert {layer.dilated_size for layer in plan.layers} == {(size, size)}
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "convnext_tiny",
