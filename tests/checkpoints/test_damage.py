@@ -270,7 +270,8 @@ def test_folders_of_folded_models_are_checked(converted, folder, tmp_path):
 def test_the_command_prints_all_checks(folder, folders):
     out, err = run("verify", folder / "nothing", "--json", code=2)
     assert err.startswith(f"error: {folder / 'nothing'}: is not a folder")
-    assert json.loads(out) == {"error": err.removeprefix("error: ").strip(), "exit_code": 2}
+    line = err.removeprefix("error: ").strip()
+    assert json.loads(out) == {"error": line, "kind": "checkpoint", "exit_code": 2}
     out, err = run("verify", folder)
     assert err == ""
     assert {line.split()[0] for line in out.splitlines()} == {"ok"}
