@@ -29,11 +29,6 @@ class PlanBudget:
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 
-    @property
-    def slack(self) -> int:
-        """Parameters left; negative if a given count exceeds the budget."""
-        return self.limit - self.used
-
 
 def solve_counts(
     drafts: Sequence[LayerPlan], share: Fraction

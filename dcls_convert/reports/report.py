@@ -17,14 +17,13 @@ from ..layers.interpolation import find_interpolation
 from ..networks.input_tensors import inputs_text
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
-from ..planning.counts import PlanBudget
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import adapter, write_json
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
-from .costs import MacsChange, ParamsChange, before_after, percent, short_before_after
+from .costs import BudgetReport, MacsChange, ParamsChange, before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the first line is red
@@ -35,9 +34,9 @@ FOLDING_SENTENCE = (
 )
 
 
-# What the JSON has, in this order: attributes of the report, its budget, attributes of each of its
-# layers, and more attributes of the report.
-FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs")
+# What the JSON has, in this order: attributes of the report, of each of its layers, and more of the
+# report.
+FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs", "budget")
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
@@ -129,9 +128,20 @@ class ConversionReport:
         return self.plan.macs - sum(layer.macs_before or 0 for layer in self.layers)
 
     @property
-    def budget(self) -> PlanBudget:
-        """How many parameters the layers may use, and do use; if folded, before folding."""
-        return self.plan.budget
+    def budget(self) -> BudgetReport:
+        """How the kernel counts were chosen; of a folded model, before folding."""
+        budget = self.plan.budget
+        exact_count = None
+        if budget.exact_count is not None:
+            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
+            exact_count = int(budget.exact_count * 100) / 100
+        return BudgetReport(
+            scope=self.plan.scope,
+            kernel_count=budget.kernel_count,
+            limit=budget.limit,
+            used=budget.used,
+            exact_count=exact_count,
+        )
 
     @property
     def layers_beyond_map(self) -> int:
@@ -141,23 +151,8 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         data = _values(self, FIRST_KEYS)
-        data["budget"] = self._budget_values()
         data["layers"] = [_values(layer, LAYER_KEYS) for layer in self.layers]
         return data | _values(self, LAST_KEYS)
-
-    def _budget_values(self) -> dict[str, Any]:
-        exact_count = None
-        if self.budget.exact_count is not None:
-            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
-            exact_count = int(self.budget.exact_count * 100) / 100
-        return {
-            "scope": self.plan.scope,
-            "kernel_count": self.budget.kernel_count,
-            "limit": self.budget.limit,
-            "used": self.budget.used,
-            "exact_count": exact_count,
-            "slack": self.budget.slack,
-        }
 
     def to_json(self) -> str:
         """Return the JSON report; raise CheckpointError if a number is not finite."""
