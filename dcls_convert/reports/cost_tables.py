@@ -1,6 +1,6 @@
 """Tables of parameters and MACs before and after, of layers, stages and the whole model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..geometry import size_text
 from ..planning.layer_plan import LayerPlan
@@ -19,6 +19,8 @@ from .costs import (
 )
 
 Layers = Sequence[LayerPlan]
+# Texts for the first columns, the layers of a row, and their parameters as text.
+Row = tuple[list[str], Layers, str]
 
 
 def stage_table(layers: Layers) -> Table:
@@ -26,11 +28,10 @@ def stage_table(layers: Layers) -> Table:
     layers_of: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         layers_of.setdefault(layer.stage or "(no stage)", []).append(layer)
-    columns, costs = _costs(list(layers_of.values()))
-    table = Table([Column("Stage"), Column("Layers"), *columns])
+    rows: list[Row] = []
     for stage, members in layers_of.items():
-        table.add(stage, str(len(members)), *costs(members, before_after(params_of(members))))
-    return table
+        rows.append(([stage, str(len(members))], members, before_after(params_of(members))))
+    return _table([Column("Stage"), Column("Layers")], rows)
 
 
 def layer_table(layers: Layers) -> Table:
@@ -38,46 +39,43 @@ def layer_table(layers: Layers) -> Table:
 
     A star marks parameters that include positions which other layers share.
     """
-    columns, costs = _costs([[layer] for layer in layers])
-    table = Table([Column("Layer"), *columns])
+    rows: list[Row] = []
     for layer in layers:
         is_shared = layer.tie_group is not None and layer.position_params > 0
         params = before_after(params_of([layer]))
-        table.add(layer.name, *costs([layer], f"{params}*" if is_shared else f"{params} "))
-    return table
+        rows.append(([layer.name], [layer], f"{params}*" if is_shared else f"{params} "))
+    return _table([Column("Layer")], rows)
 
 
-def _costs(rows: Sequence[Layers]) -> tuple[list[Column], Callable[[Layers, str], list[str]]]:
-    """Return the columns of costs, and a function that writes them for the layers of a row.
-
-    The function also takes the row's parameters as text.
-    """
-    macs: list[int | None] = []
-    layers: list[LayerPlan] = []
-    for row in rows:
-        macs += [macs_of(row).before, macs_of(row).after]
-        layers += row
-    write_macs, unit = in_one_unit(macs)
-    error_field = shown_error(layers)
+def _table(first_columns: Sequence[Column], rows: Sequence[Row]) -> Table:
+    """Return a table with the kernels and costs of the layers of each row."""
+    all_layers: list[LayerPlan] = []
+    all_macs: list[int | None] = []
+    for _, layers, _ in rows:
+        all_layers += layers
+        all_macs += [macs_of(layers).before, macs_of(layers).after]
+    write_macs, unit = in_one_unit(all_macs)
+    error_field = shown_error(all_layers)
     columns = [
+        *first_columns,
         Column("Kernel", left=True),
         Column("Count"),
         Column("Parameters"),
         Column(f"MACs{unit}"),
         Column("Error"),
     ]
-
-    def costs(row: Layers, params: str) -> list[str]:
-        kernels = range_text((layer.kernel_size for layer in row), size_text)
-        return [
-            f"{kernels} → {windows_text(row)}",
-            range_text(layer.kernel_count for layer in row),
+    table = Table(columns)
+    for texts, layers, params in rows:
+        kernels = range_text((layer.kernel_size for layer in layers), size_text)
+        table.add(
+            *texts,
+            f"{kernels} → {windows_text(layers)}",
+            range_text(layer.kernel_count for layer in layers),
             params,
-            before_after(macs_of(row), write_macs),
-            _mean_of_known(getattr(layer, error_field) for layer in row),
-        ]
-
-    return columns, costs
+            before_after(macs_of(layers), write_macs),
+            _mean_of_known(getattr(layer, error_field) for layer in layers),
+        )
+    return table
 
 
 def windows_text(layers: Layers) -> str:
