@@ -203,9 +203,10 @@ def make_sweep(
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
     loaded = load(request, notify=notify, note=note)
-    if loaded.weights is not None and loaded.weights.elements:
+    if loaded.authors_weights is not None:
         raise CheckpointError(
-            f"{loaded.weights.where}: has elements of its own, so there is nothing to compare"
+            f"{loaded.authors_weights.where}: has elements of its own, "
+            "so there is nothing to compare"
         )
     auto_plan = plan_network(loaded, request.options)
     if auto_plan.not_measured is not None:
