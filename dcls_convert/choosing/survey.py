@@ -27,7 +27,7 @@ from ..planning.claims import NOT_MATCHED
 from ..planning.rules import RuleSet
 from ..progress import Notify, ignore_messages
 from ..records import adapter, write_json
-from ..reports.costs import Change, MacsChange, short_before_after, short_count
+from ..reports.costs import Change, MacsChange, short_before_after
 from ..reports.report import predict_report
 from ..tables import Column, Table
 from ..text import count_text, did_you_mean, one_line, range_text, shortened
@@ -193,8 +193,8 @@ def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
             row.name,
             _replaced(row),
             range_text(row.kernel_counts),
-            _change(row.params),
-            _change(row.macs),
+            short_before_after(row.params),
+            short_before_after(row.macs),
             style=STATUS_STYLES[row.status],
         )
     counts = _status_counts(rows)
@@ -245,10 +245,3 @@ def _replaced(row: ModelRow) -> str:
 def _kinds(kinds: dict[str, int]) -> str:
     """Return "18 depthwise 7x7, 3 dense 3x3"."""
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-
-
-def _change(change: Change) -> str:
-    """Return "4.46 → 4.97 G", or only the count before if nothing is replaced."""
-    if change.after is None:
-        return short_count(change.before)
-    return short_before_after(change)

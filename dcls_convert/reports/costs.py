@@ -112,20 +112,17 @@ def percent(change: Change, digits: int = 2) -> str:
     return f"{change.percent:+.{digits}f} %"
 
 
-def short_count(count: int | None) -> str:
-    """Return 4455531264 as "4.46 G"."""
-    if count is None:
-        return NOT_COUNTED
-    unit, name = _unit(count)
-    return f"{_short(count / unit)}{name}"
-
-
 def short_before_after(change: Change) -> str:
-    """Return 4455531264 and 4970337024 as "4.46 → 4.97 G", in the unit of the first."""
-    unit, name = _unit(change.before or 0)
-    text = before_after(change, lambda count: _short(count / unit))
-    if change.delta is None:
-        return text
+    """Return 4455531264 and 4970337024 as "4.46 → 4.97 G", in the unit of the first.
+
+    It is "4.46 G" if only the first is known.
+    """
+    if change.before is None:
+        return NOT_COUNTED
+    unit, name = _unit(change.before)
+    text = _short(change.before / unit)
+    if change.after is not None:
+        text += f" → {_short(change.after / unit)}"
     return f"{text}{name}"
 
 
