@@ -3,6 +3,7 @@
 Imports neither torch nor typer: `--help` reads this file.
 """
 
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Final, Literal, get_args
@@ -49,6 +50,13 @@ DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the p
 # Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.
 MIN_PERCENT = Decimal("0.0001")
 MAX_PERCENT = 100_000
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
+    """Refuse (PlanError) a value that is not one of those that an option has."""
+    if value not in allowed:
+        names = ", ".join(filter(None, allowed))
+        raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
 
 
 def check_even(growth: str) -> None:

@@ -118,8 +118,6 @@ def convert(
         raise DclsConvertError("--quiet and --verbose exclude each other")
     if picture:
         check_figure_library()
-    if (pretrained or model.startswith("hf-hub:")) and not dry_run:
-        _limit_waiting(model)
     conversion = _carry_out(
         request, output, max_macs=max_macs, picture=picture, force=force, quiet=quiet
     )
@@ -172,7 +170,10 @@ def _carry_out(
 
     if output is not None:
         check_folder(output)
-    with console.steps(request.model, "loading", quiet=quiet) as notify:
+    name = str(request.model)
+    if (request.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
+        _limit_waiting(name)
+    with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_checkpoint
         from ..checkpoints.save import save_just_converted
         from ..conversion.convert import carry_out

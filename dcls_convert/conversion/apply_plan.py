@@ -16,7 +16,7 @@ from ..fitting.start import start_from_kernels_, start_randomly_
 from ..fitting.warm_start import draw_fit_seed
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
-from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
+from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choice
 from ..placing.place import LayerGroup, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
@@ -64,11 +64,7 @@ def apply_plan_(
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
-    _check_start(plan, init, positions)
-    if init == AUTO:
-        init = "fit"
-    if calibration is not None and init != "fit":
-        raise PlanError(f"calibration is for init='fit', not for {init!r}")
+    init = _checked_init(plan, init, positions, is_calibrated=calibration is not None)
     groups = make_layers(model, plan)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -125,14 +121,22 @@ def _check_float64(groups: Sequence[LayerGroup]) -> None:
                 )
 
 
-def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:
-    """Refuse unknown ways to start, and an exact start from a plan with too few elements."""
-    if init not in INITS:
-        raise PlanError(f"init={init!r} must be one of {', '.join(INITS)}")
-    if positions not in POSITIONS:
-        raise PlanError(f"positions={positions!r} must be one of {', '.join(POSITIONS)}")
+def _checked_init(
+    plan: ConversionPlan, init: Init, positions: Positions, *, is_calibrated: bool
+) -> Init:
+    """Return the start, with "auto" resolved.
+
+    Raises:
+        PlanError: It is not known, is not for a calibration, or needs more elements than planned.
+    """
+    check_choice("init", init, INITS)
+    check_choice("positions", positions, POSITIONS)
+    if init == AUTO:
+        return "fit"
+    if is_calibrated and init != "fit":
+        raise PlanError(f"calibration is for init='fit', not for {init!r}")
     if init != EXACT:
-        return
+        return init
     for layer in plan.layers:
         cells = layer.old_cells
         is_exact = find_interpolation(layer.interpolation).is_exact_on_cells
@@ -142,6 +146,7 @@ def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None
                 f"keeps them in their cells, but the plan has {layer.kernel_count} and "
                 f"{layer.interpolation}; plan with kernel_count='exact'"
             )
+    return init
 
 
 def _statistics(

@@ -69,11 +69,13 @@ def counts_of_elements(weights: RequestWeights) -> LayerCounts:
     return LayerCounts(source=weights.where, counts=counts)
 
 
-def check_start(request: ConversionRequest, weights: RequestWeights, note: Note) -> None:
+def check_start(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
     """Refuse (CheckpointError) a start and counts that contradict elements in the weights.
 
     Refuse also a request for elements where there are none.
     """
+    if weights is None:
+        return
     where = weights.where
     if not weights.elements:
         if request.needs_authors_elements:

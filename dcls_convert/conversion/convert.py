@@ -68,8 +68,7 @@ def carry_out(
             other error.
     """
     loaded = load(request, notify=notify, note=note)
-    if loaded.weights is not None:
-        check_start(request, loaded.weights, note)
+    check_start(request, loaded.weights, note)
     notify("planning")
     must_measure = plan is None and must_measure_counts(loaded)
     if plan is None:

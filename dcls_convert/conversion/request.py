@@ -18,9 +18,12 @@ from ..options import (
     AUTO,
     ERROR_SCOPE,
     EXACT,
+    INITS,
+    POSITIONS,
     AuthorsVersion,
     Init,
     Positions,
+    check_choice,
     parse_percent,
 )
 from ..planning.plan_options import PlanOptions
@@ -145,8 +148,9 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
         raise PlanError(f"seed {shortened(repr(request.seed))} must be an integer")
     if not 0 <= request.seed <= MAX_SEED:
         raise PlanError(f"seed {request.seed} must be from 0 to {MAX_SEED}")
-    if request.authors_version not in (None, *get_args(AuthorsVersion)):
-        raise PlanError(f"version {request.authors_version!r} must be v0 or v1")
+    check_choice("version", request.authors_version, (None, *get_args(AuthorsVersion)))
+    check_choice("init", request.init, INITS)
+    check_choice("positions", request.positions, POSITIONS)
     stated = options_that_decide_counts(options)
     if request.init == EXACT and options.kernel_count != EXACT and stated:
         raise PlanError(

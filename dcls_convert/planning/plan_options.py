@@ -19,6 +19,7 @@ from ..options import (
     InterpolationName,
     Scope,
     Tie,
+    check_choice,
     check_even,
     parse_percent,
 )
@@ -54,12 +55,9 @@ class PlanOptions:
         for name in ("dilated_size", "kernel_count"):
             object.__setattr__(self, name, plain_numbers(getattr(self, name)))
         _check_size(self.dilated_size)
-        choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATION_NAMES)}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                names = ", ".join(filter(None, allowed))
-                raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
+        check_choice("scope", self.scope, SCOPES)
+        check_choice("tie", self.tie, TIES)
+        check_choice("interpolation", self.interpolation, (None, *INTERPOLATION_NAMES))
         count = self.kernel_count
         if count not in (AUTO, EXACT) and (type(count) is not int or count < 1):
             raise PlanError(
