@@ -154,8 +154,8 @@ def _convert_(
     plan = conversion.plan
     notify("converting")
     lines = sum(layer.lines for layer in plan.layers)
-    is_on_cpu = {parameter.device.type for parameter in network.parameters()} == {"cpu"}
-    if request.start == "fit" and lines > MANY_LINES and is_on_cpu:
+    device = next(network.parameters()).device
+    if request.start == "fit" and lines > MANY_LINES and device.type == "cpu":
         note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster")
     overwritten: list[Tensor] = []
     if images is not None:  # biases and running means are corrected

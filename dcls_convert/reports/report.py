@@ -23,7 +23,16 @@ from ..records import adapter, write_json
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
-from .costs import BudgetReport, MacsChange, ParamsChange, before_after, percent, short_before_after
+from .costs import (
+    BudgetReport,
+    MacsChange,
+    ParamsChange,
+    before_after,
+    macs_of,
+    params_of,
+    percent,
+    short_before_after,
+)
 from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the first line is red
@@ -100,32 +109,37 @@ class ConversionReport:
     @functools.cached_property
     def params(self) -> ParamsChange:
         """Parameters of the whole model."""
+        weights = 0
+        positions = 0
+        for layer in self.layers:
+            weights += layer.weight_params
+            positions += layer.position_params
+        delta = params_of(self.layers).delta or 0
+        before = self.plan.params
         return ParamsChange(
-            before=self.plan.params,
-            after=self.params_untouched + sum(layer.params_after for layer in self.layers),
-            weights=sum(layer.weight_params for layer in self.layers),
-            positions=sum(layer.position_params for layer in self.layers),
+            before=before, after=before + delta, weights=weights, positions=positions
         )
 
-    @functools.cached_property
+    @property
     def params_untouched(self) -> int:
         """Parameters outside of the layers."""
-        return self.plan.params - sum(layer.params_before for layer in self.layers)
+        return self.plan.params - (params_of(self.layers).before or 0)
 
     @functools.cached_property
     def macs(self) -> MacsChange:
         """MACs of the whole model for one input."""
+        before = self.plan.macs
         after = None
-        if self.macs_untouched is not None:
-            after = self.macs_untouched + sum(layer.macs_after or 0 for layer in self.layers)
-        return MacsChange(before=self.plan.macs, after=after, note=self.plan.macs_note)
+        if before is not None:
+            after = before + (macs_of(self.layers).delta or 0)
+        return MacsChange(before=before, after=after, note=self.plan.macs_note)
 
-    @functools.cached_property
+    @property
     def macs_untouched(self) -> int | None:
         """MACs outside of the layers; None if not known."""
         if self.plan.macs is None:
             return None
-        return self.plan.macs - sum(layer.macs_before or 0 for layer in self.layers)
+        return self.plan.macs - (macs_of(self.layers).before or 0)
 
     @property
     def budget(self) -> BudgetReport:
@@ -380,18 +394,24 @@ def _budget_sentence(report: ConversionReport) -> str:
 
 def _positions_sentence(report: ConversionReport) -> str:
     """Say how many positions are shared, and how elements spread over the cells."""
-    tied = [layer for layer in report.layers if layer.tie_group is not None]
-    groups = {layer.tie_group for layer in tied}
-    shared = sum(layer.position_params for layer in tied)
+    groups: set[str] = set()
+    shared = 0
+    own = 0  # layers with positions of their own
+    interpolations: set[str] = set()
+    for layer in report.layers:
+        interpolations.add(layer.interpolation)
+        if layer.tie_group is None:
+            own += 1
+        else:
+            groups.add(layer.tie_group)
+            shared += layer.position_params
     verb = "shares" if len(groups) == 1 else "share"
     sentence = f"{count_text(len(groups), 'tie group')} {verb} {shared:,} {_coordinates(report)}"
-    own = len(report.layers) - len(tied)
-    if not tied:
+    if not groups:
         sentence = "No layers share their positions"
     elif own:
         sentence += f" (not shared: {count_text(own, 'layer')})"
-    interpolations = sorted({layer.interpolation for layer in report.layers})
-    return f"{sentence}; {' and '.join(interpolations)} interpolation."
+    return f"{sentence}; {' and '.join(sorted(interpolations))} interpolation."
 
 
 def _new_kernels(report: ConversionReport) -> str:
