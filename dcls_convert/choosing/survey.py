@@ -16,8 +16,8 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..conversion.decide import plan_network
 from ..conversion.load import load
+from ..conversion.plan_network import plan_network
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text

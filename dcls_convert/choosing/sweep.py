@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from ..conversion.decide import plan_network
 from ..conversion.load import LoadedNetwork, load
+from ..conversion.plan_network import plan_network
 from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import plain_numbers, size_text
@@ -247,12 +247,13 @@ def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
 
 def _row(loaded: LoadedNetwork, asked: Combination, command: str | None) -> SweepRow:
     """Plan a combination, and return its row."""
-    options = replace(loaded.request.options, dilated_size=asked.size)
+    changes: dict[str, Any] = {"dilated_size": asked.size}
     if asked.kernel_count is not None:
-        options = replace(options, kernel_count=asked.kernel_count)
+        changes["kernel_count"] = asked.kernel_count
     if asked.budget is not None:
-        options = replace(options, budget=asked.budget)
+        changes["budget"] = asked.budget
     try:
+        options = replace(loaded.request.options, **changes)
         plan = plan_network(loaded, options)
     except PlanError as error:
         return SweepRow(asked=asked, status="does not fit", reason=str(error), command=command)

@@ -105,6 +105,7 @@ def convert(
     quiet: options.Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
+    # Parameters that are not named below are fields of one of the two records.
     request = ConversionRequest(
         **options.values_for(ConversionRequest, context),
         options=PlanOptions(**options.values_for(PlanOptions, context)),

@@ -78,7 +78,7 @@ def fold(
 def _lines(report: "ExportReport") -> list[str]:
     """Say what was written, and how to load it."""
     if report.params_after == report.params_before:
-        change = ", as before: it was folded already"
+        change = ", as before"
     else:
         reason = "since kernels are now stored with all cells of their windows"
         change = f" → {report.params_after:,}, {reason}"

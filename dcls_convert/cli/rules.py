@@ -96,8 +96,8 @@ def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
         DclsConvertError: The rules do not fit the model.
     """
     with console.steps(model_name, "reading", lines=False):
-        from ..conversion.decide import plan_network
         from ..conversion.load import load
+        from ..conversion.plan_network import plan_network
         from ..conversion.request import ConversionRequest
         from ..planning.claims import match_rules
 
@@ -105,14 +105,18 @@ def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
             model=model_name, options=PlanOptions(rules=rules), dry_run=True
         )
         loaded = load(request)
-        plan_network(loaded, request.options)  # may raise, as a conversion would
+        plan = plan_network(loaded, request.options)  # may raise, as a conversion would
         rule_of, unclaimed = match_rules(rules, loaded.convs.sites)
-    counts = Counter(rule_of.values())
+    converted = Counter(layer.rule for layer in plan.layers)
+    claimed = Counter(rule_of.values())
+    counts = []
+    for index, rule in enumerate(rules.rules):
+        counts.append(claimed[index] if rule.skip else converted[rules.label(index)])
     return {
         "convolutions": len(loaded.convs.sites),
-        "by_rule": [counts[index] for index in range(len(rules.rules))],
+        "by_rule": counts,
         "no_rule": len(unclaimed),
-        "not_convertible": len(loaded.convs.skipped),
+        "not_convertible": len(loaded.convs.skipped) + len(rule_of) - sum(counts),
     }
 
 

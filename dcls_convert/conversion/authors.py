@@ -69,7 +69,7 @@ def counts_of_elements(weights: RequestWeights) -> LayerCounts:
     return LayerCounts(source=weights.where, counts=counts)
 
 
-def check_start(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
+def check_elements(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
     """Refuse (CheckpointError) a start and counts that contradict elements in the weights.
 
     Refuse also a request for elements where there are none.
@@ -183,8 +183,11 @@ def _find_elements(layer: LayerPlan, weights: RequestWeights) -> Mapping[str, Te
     Raises:
         CheckpointError: They are of another interpolation or shape, or not finite.
     """
-    # The plan has counts of these layers, so one of the layer's names is there.
-    name = next(name for name in layer.names if name in weights.elements)
+    name = next((name for name in layer.names if name in weights.elements), None)
+    if name is None:
+        raise CheckpointError(
+            f"{weights.where}: has no elements for {layer.name}, which would be converted"
+        )
     theirs = weights.elements[name]
     has_sigma = _SIGMA in theirs
     if has_sigma != find_interpolation(layer.interpolation).has_sigma:

@@ -19,10 +19,10 @@ from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
 from .apply_plan import apply_plan_
-from .authors import check_start, convert_with_authors_elements_
-from .decide import check_stored_plan, must_measure_counts, plan_network
+from .authors import check_elements, convert_with_authors_elements_
 from .load import build_network, load
 from .outputs import compare_with_outputs_before, outputs_before_conversion
+from .plan_network import check_stored_plan, must_measure_counts, plan_network
 from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest, RequestWeights
 
@@ -68,7 +68,7 @@ def carry_out(
             other error.
     """
     loaded = load(request, notify=notify, note=note)
-    check_start(request, loaded.weights, note)
+    check_elements(request, loaded.weights, note)
     notify("planning")
     must_measure = plan is None and must_measure_counts(loaded)
     if plan is None:
@@ -179,7 +179,8 @@ def _convert_(
             outcome = compare_with_outputs_before(before, network, report, images)
             report = replace(report, outcome=outcome)
         attach_provenance_(network, describe_conversion(request))
-        _state_normalisation_(network, request, plan)
+        if images is not None:
+            _state_normalisation_(network, request, plan)
     return replace(conversion, model=network, report=report)
 
 

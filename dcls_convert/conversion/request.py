@@ -119,8 +119,7 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
             sentences.append("the authors' version has no effect without a checkpoint of theirs")
     if request.positions != "normal" and request.start != "random":
         sentences.append(
-            f"positions {request.positions!r} have no effect: they are for init 'random', and "
-            f"init {request.start!r} chooses its own"
+            f"positions {request.positions!r} have no effect: they are for init 'random'"
         )
     if request.calibration is None:
         for_calibration = {

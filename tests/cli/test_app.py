@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,7 @@ import torch
 import typer
 from torch import nn
 
-from dcls_convert import load_converted
+from dcls_convert import convert_, load_converted, save_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import app
 from dcls_convert.cli.parsing import parse_input_size, parse_keywords
@@ -149,6 +150,16 @@ def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
     run(NET, "--num-classes", "5", "--plan", "first", code=2)
 
 
+def test_a_plan_of_a_network_in_memory_is_one_of_the_same_network():
+    """It states all arguments, also those that are the defaults."""
+    model = timm.create_model(TINY)
+    report = convert_(model, dilated_size=9, init="random", input_size=(3, 32, 32))
+    save_converted(model, report.plan, "first")
+    run(TINY, "--plan", "first", "--output", "second", "--quiet")
+    plans = [json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second")]
+    assert plans[0] == plans[1]
+
+
 def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeypatch):
     real = json.loads(run(TINY, "--json", "--output", "out")[0])
     assert real["output"] == "out"
@@ -265,6 +276,15 @@ def test_rules_commands():
     assert advice in run("rules", "check", "copy.yaml")[0]
     out, _ = run("rules", "check", "copy.yaml", "--model", NET)
     assert "depthwise: converts 4 of 5 convolutions" in out
+    Path("three.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 3}]")
+    out, _ = run("rules", "check", "three.yaml", "--model", "mobilenetv3_small_050")
+    kernels = Counter(
+        module.kernel_size
+        for module in timm.create_model("mobilenetv3_small_050").modules()
+        if isinstance(module, nn.Conv2d) and module.groups > 1
+    )
+    assert f"rules[0]: converts {kernels[3, 3]} of" in out
+    assert f"cannot be converted: {kernels[5, 5]}" in out
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
     assert set(json.loads(run("rules", "list", "--json")[0])["rules"]) == names
     checked = json.loads(run("rules", "check", "copy.yaml", "--model", NET, "--json")[0])

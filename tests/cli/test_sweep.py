@@ -151,6 +151,13 @@ def test_a_note_says_if_a_range_stops_before_its_end():
         assert "note:" not in sweep(NET, "--sizes", range_)[1]
 
 
+def test_an_odd_growth_is_a_row_with_its_reason():
+    result, _ = sweep(NARROW, "--sizes", "+3,+4")
+    _, odd, even = result["rows"]
+    assert (odd["status"], even["status"]) == ("does not fit", "done")
+    assert "growth +3 must be even" in odd["reason"]
+
+
 def test_what_does_not_fit_is_a_row_with_its_reason():
     result, _ = sweep(NET, "--sizes", "8..10..1")
     statuses = [row["status"] for row in result["rows"]]

@@ -260,6 +260,20 @@ def test_layers_of_a_stage_with_different_counts_have_their_own_positions():
     assert second.tie_group is third.tie_group is None
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], ["--output", "other"]])
+def test_elements_that_a_stored_plan_needs_and_the_file_lacks_are_named(more):
+    planned = ("--dilated-size", 17, "--kernel-count", COUNT, "--output", "planned", "--quiet")
+    run(TINY, *planned, *SMALL_INPUT)
+    state = authors_convnext().state_dict()
+    entries = [entry for entry in state if entry.startswith(f"{SECOND}.")]
+    assert entries
+    for entry in entries:
+        del state[entry]
+    torch.save(state, "theirs.pth")
+    _, err = run(TINY, "--plan", "planned", "--checkpoint", "theirs.pth", *more, code=2)
+    assert f"theirs.pth: has no elements for {SECOND}, which would be converted" in err
+
+
 def test_stages_may_have_different_counts_and_a_mapping_may_hold_parameters():
     model = convnext()
     state = authors_convnext().state_dict()

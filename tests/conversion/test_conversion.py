@@ -25,8 +25,8 @@ from dcls_convert import (
     save_converted,
 )
 from dcls_convert.conversion.convert import carry_out
-from dcls_convert.conversion.decide import check_stored_plan
 from dcls_convert.conversion.load import load
+from dcls_convert.conversion.plan_network import check_stored_plan
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.placing.place import place_layers_without_values_

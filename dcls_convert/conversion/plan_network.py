@@ -1,7 +1,7 @@
-"""Decide what a request leaves open ("auto"), and plan the conversion of a loaded network.
+"""Plan the conversion of a loaded network, or check that the plan of a checkpoint fits it.
 
-Each "auto" is decided in one place: the start in `request.py`, the rules in `planning/claims.py`,
-windows in `planning/windows.py`, counts in `planning/counts.py`, the scope and known counts here.
+What a request leaves open ("auto") is decided here for the scope and the counts of given elements,
+in `request.py` for the start, and in `planning/` for rules, windows and counts.
 """
 
 from dataclasses import replace
@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import PlanError
 from ..geometry import size_text
 from ..networks.input_tensors import inputs_text
+from ..networks.pretrained_cfg import stated_source
 from ..networks.source import ModelSource
 from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..placing.place import find_planned_convs
@@ -53,7 +54,6 @@ def plan_network(
         DclsConvertError: The options do not fit the network, its weights or its input size.
     """
     request = loaded.request
-    weights = loaded.weights
     authors_weights = loaded.authors_weights
     known_counts = measured_counts
     if authors_weights is not None:
@@ -68,17 +68,11 @@ def plan_network(
     plan = make_plan(
         loaded.convs, options, known_counts=known_counts, source=loaded.source_in_checkpoint
     )
-    if authors_weights is not None:
-        translate_authors_elements(authors_weights, plan, request.authors_version)  # may raise
-    elif weights is not None and request.dry_run:
-        # The network is not built, which would check them.
-        check_weights(
-            loaded.structure, weights.entries, weights.where, optional=weights.new_classifier
-        )
     states_inputs = request.input_size is not None or request.example_inputs is not None
     has_lazy = any(map(is_lazy, loaded.structure.parameters()))  # which cannot run yet
     if plan.macs is None and states_inputs and not has_lazy:
         _refuse_inputs(plan)
+    _check_weights(loaded, plan)
     _log(request, plan)
     return plan
 
@@ -90,7 +84,8 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
         PlanError: The network differs from the planned one; the message names the first difference.
     """
     found = loaded.source_in_checkpoint
-    if plan.source != found:
+    # A plan of a network in memory states all arguments, also those that are the defaults.
+    if plan.source not in (found, stated_source(loaded.structure)):
         raise PlanError(f"the plan is for {_described(plan.source)}, not for {_described(found)}")
     find_planned_convs(loaded.structure, plan)  # may raise
     params = sum(parameter.numel() for parameter in loaded.structure.parameters())
@@ -98,7 +93,22 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
         raise PlanError(
             f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
         )
-    return replace(plan, folded=False)  # the plan of a folded checkpoint makes DCLS layers again
+    plan = replace(plan, folded=False)  # the plan of a folded checkpoint makes DCLS layers again
+    _check_weights(loaded, plan)
+    _log(loaded.request, plan)
+    return plan
+
+
+def _check_weights(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
+    """Refuse (CheckpointError) weights that do not fit a plan, as far as loading does not."""
+    request = loaded.request
+    weights = loaded.weights
+    if weights is not None and weights.elements:
+        translate_authors_elements(weights, plan, request.authors_version)  # may raise
+    elif weights is not None and request.dry_run:
+        check_weights(
+            loaded.structure, weights.entries, weights.where, optional=weights.new_classifier
+        )
 
 
 def _described(source: ModelSource | None) -> str:
