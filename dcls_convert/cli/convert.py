@@ -117,9 +117,7 @@ def convert(
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
-    if picture:
-        check_figure_library()
-    conversion = _carry_out(
+    conversion = _convert_and_save(
         request, output, max_macs=max_macs, picture=picture, force=force, quiet=quiet
     )
     if json_:
@@ -151,7 +149,7 @@ def _limit_waiting(model: str) -> None:
             utils.reset_sessions()
 
 
-def _carry_out(
+def _convert_and_save(
     request: ConversionRequest,
     output: Path | None,
     *,
@@ -169,6 +167,8 @@ def _carry_out(
         _check_macs(planned, max_macs)
         check_folder(output or _default_output(planned))
 
+    if picture:
+        check_figure_library()
     if output is not None:
         check_folder(output)
     name = str(request.model)
@@ -176,7 +176,6 @@ def _carry_out(
         _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_checkpoint
-        from ..checkpoints.save import save_just_converted
         from ..conversion.convert import carry_out
         from ..networks.running import check_device
 
@@ -197,21 +196,23 @@ def _carry_out(
             return conversion
         output = output or _default_output(conversion)
         notify(f"writing {output}")
-        model = conversion.model.eval().cpu()
-        figure = None
-        if picture:
-            from ..views.plot import draw
-
-            figure = draw(conversion.plan, model.state_dict(), ".png")
-        save_just_converted(
-            model,
-            conversion.plan,
-            output,
-            report=conversion.report,
-            force=force,
-            picture=figure,
-        )
+        _save(conversion, output, force=force, picture=picture)
         return replace(conversion, report=replace(conversion.report, output=str(output)))
+
+
+def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool) -> None:
+    from ..checkpoints.save import save_just_converted
+
+    assert conversion.model is not None
+    model = conversion.model.eval().cpu()
+    figure = None
+    if picture:
+        from ..views.plot import draw
+
+        figure = draw(conversion.plan, model.state_dict(), ".png")
+    save_just_converted(
+        model, conversion.plan, output, report=conversion.report, force=force, picture=figure
+    )
 
 
 def _check_macs(planned: "Conversion", max_macs: float | None) -> None:
