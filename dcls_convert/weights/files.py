@@ -185,7 +185,8 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         where = f"{what} {path}".lstrip()
         raise CheckpointError(
-            f"{where}: not a readable safetensors file: {one_line(error)[:200]}"
+            f"{where}: not a readable safetensors file: {one_line(error)[:200]}; "
+            "if it was cut short, copy or download it again"
         ) from error
 
 
