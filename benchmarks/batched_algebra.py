@@ -2,7 +2,7 @@
 
     python benchmarks/batched_algebra.py [--threads N]
 
-The script solves and multiplies as `fitting/fit_positions.py` does, on shapes that occur in fits.
+The script solves and multiplies as `starts/fit_positions.py` does, on shapes that occur in fits.
 Both ways are timed in turn, in one process; the numbers are minima. `innermost` says whether lines
 are innermost in memory in this fit.
 """
@@ -11,7 +11,7 @@ import torch
 from measuring import fastest_in_turn, script_parser
 from torch import Tensor
 
-from dcls_convert.fitting.batched_linalg import (
+from dcls_convert.starts.batched_linalg import (
     lines_innermost,
     matmul,
     solve_positive_definite,

@@ -89,7 +89,7 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
     from lite0 import pretrained_network
 
     import dcls_convert
-    from dcls_convert.fitting.calibration_images import Calibration
+    from dcls_convert.starts.images import Calibration
 
     network = (
         pretrained_network() if options.model == LITE0 else timm.create_model(options.model).eval()
@@ -135,7 +135,7 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     from lite0 import compare_logits, crops, logits, pixels, pretrained_network
 
     import dcls_convert
-    from dcls_convert.fitting import calibrate
+    from dcls_convert.starts import calibrate
 
     settings = calibrate.CalibrationSettings
     if options.in_step is not None:
@@ -280,7 +280,7 @@ def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
     calibration = None
     if source != "fit":
         batches = tuple(task.images(source).split(BATCH))
-        calibration = dcls_convert.fitting.calibration_images.Calibration(batches=batches)
+        calibration = dcls_convert.starts.images.Calibration(batches=batches)
     dcls_convert.convert_(
         model,
         dilated_size=SETTINGS["dilated_size"],

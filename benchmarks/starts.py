@@ -35,7 +35,7 @@ from small import Data, accuracy, digits, mean_and_spread, small_convnext, train
 from torch import Tensor, nn
 
 import dcls_convert
-from dcls_convert.fitting import start
+from dcls_convert.starts import start
 
 BATCH = 64  # images
 SIDE = 32  # pixels of a digit

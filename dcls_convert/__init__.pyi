@@ -13,8 +13,6 @@ from .errors import ModelError as ModelError
 from .errors import NothingMatchesError as NothingMatchesError
 from .errors import PlanError as PlanError
 from .errors import RuleError as RuleError
-from .fitting.calibration_images import Calibration as Calibration
-from .fitting.calibration_images import calibrate as calibrate
 from .layers.construction import construct_kernel as construct_kernel
 from .layers.conv_classes import register_conv as register_conv
 from .layers.dcls_conv import DclsConv1d as DclsConv1d
@@ -28,5 +26,7 @@ from .planning.rule_files import load_rules as load_rules
 from .planning.rules import RuleSet as RuleSet
 from .reports.report import ConversionReport as ConversionReport
 from .reports.report import predict_report as predict_report
+from .starts.images import Calibration as Calibration
+from .starts.images import calibrate as calibrate
 
 __version__: str

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from torch import nn
 
-from dcls_convert.fitting.fit_settings import FitSettings
+from dcls_convert.starts.fit_settings import FitSettings
 
 from .image_folder import write_images
 
@@ -53,7 +53,7 @@ def quick_fit(monkeypatch):
     few = FitSettings(
         starts_for_kernels=2, starts_for_outputs_depthwise=2, rounds=2, steps_per_round=2
     )
-    monkeypatch.setattr("dcls_convert.fitting.warm_start.SETTINGS", few)
+    monkeypatch.setattr("dcls_convert.starts.warm_start.SETTINGS", few)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 ORDER = (
     *("text", "errors", "geometry", "options", "input", "records", "output"),
     *("tables", "progress"),
-    *("depthwise", "layers", "networks", "weights", "planning", "reports", "placing", "fitting"),
+    *("depthwise", "layers", "networks", "weights", "planning", "reports", "placing", "starts"),
     *("conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
     *("timm_plugin", "__init__", "__main__"),
 )

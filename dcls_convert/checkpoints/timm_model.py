@@ -154,7 +154,7 @@ def _layers_of(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
 
 def _initialise_(model: nn.Module, *, plan: ConversionPlan) -> None:
     """Place the plan's layers with random values, as in timm's own models without weights."""
-    from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
+    from ..conversion.apply_plan import apply_plan_  # imports all of `starts`
 
     plan = _layers_of(model, plan)
     if plan.layers:

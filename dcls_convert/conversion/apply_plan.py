@@ -9,11 +9,6 @@ from torch import Tensor, nn
 
 from ..depthwise.devices import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..errors import DclsConvertError, PlanError, check_argument
-from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
-from ..fitting.calibrated_layer import CalibratedLayer
-from ..fitting.calibration_images import Calibration, Images, calibrate
-from ..fitting.start import start_from_kernels_, start_randomly_
-from ..fitting.warm_start import draw_fit_seed
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choice
@@ -21,6 +16,11 @@ from ..placing.place import LayerGroup, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.report import ConversionReport, predict_report
+from ..starts.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
+from ..starts.calibrated_layer import CalibratedLayer
+from ..starts.images import Calibration, Images, calibrate
+from ..starts.start import start_from_kernels_, start_randomly_
+from ..starts.warm_start import draw_fit_seed
 from ..text import short_list
 
 

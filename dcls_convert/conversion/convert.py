@@ -6,11 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..fitting.calibrate import CalibrationStatistics
-from ..fitting.calibration_images import Calibration, calibrate
-from ..fitting.counts import choose_counts_by_error
-from ..fitting.image_files import normalisation_of
-from ..fitting.warm_start import draw_fit_seed
 from ..networks.measure import not_measured_text
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
@@ -18,6 +13,11 @@ from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
+from ..starts.calibrate import CalibrationStatistics
+from ..starts.counts import choose_counts_by_error
+from ..starts.image_files import normalisation_of
+from ..starts.images import Calibration, calibrate
+from ..starts.warm_start import draw_fit_seed
 from .apply_plan import apply_plan_
 from .authors import check_elements, convert_with_authors_elements_
 from .load import build_network, load

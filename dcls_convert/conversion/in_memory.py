@@ -8,7 +8,6 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from ..errors import check_argument
-from ..fitting.calibration_images import Calibration, Images
 from ..networks.inputs import ExampleInputs
 from ..networks.measure import not_measured_text
 from ..networks.untrained import have_torch_default_init
@@ -26,6 +25,7 @@ from ..planning.plan_options import PlanArguments, PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
+from ..starts.images import Calibration, Images
 from .convert import Conversion, carry_out
 from .request import ConversionRequest, options_without_effect
 

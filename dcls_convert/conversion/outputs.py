@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fitting.calibration_images import Calibration
 from ..networks.input_tensors import pixel_count, with_batch
 from ..networks.inputs import random_arguments
 from ..networks.model_outputs import Agreement, compare_outputs
@@ -17,6 +16,7 @@ from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
 from ..reports.report import ConversionReport
+from ..starts.images import Calibration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,8 @@ from ..text import join_with_and, shortened
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..fitting.calibration_images import Calibration, Images
     from ..networks.inputs import ExampleInputs
+    from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
 NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a checkpoint"

@@ -18,7 +18,7 @@ from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import fingerprint_deviation, take_fingerprint
 from dcls_convert.networks.input_tensors import image_inputs
 
-from ..fitting.networks import INPUT_SIZE, network, smooth_noise
+from ..starts.networks import INPUT_SIZE, network, smooth_noise
 
 pytestmark = [
     pytest.mark.usefixtures("quick_fit"),  # operations on the simulated GPU are slow

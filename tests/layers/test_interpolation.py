@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcls_convert.fitting.boxes import Box
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation
+from dcls_convert.starts.boxes import Box
 
 from ..dispatch_modes import RefuseOperations
 from .common import FLOAT64_ATOL, close, every_interpolation, randn

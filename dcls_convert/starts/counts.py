@@ -20,7 +20,7 @@ from ..progress import Notify
 from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
 from .boxes import Box
 from .calibrate import CalibrationStatistics, measure_inputs
-from .calibration_images import Calibration
+from .images import Calibration
 from .warm_start import fit_elements, relative_errors
 
 

@@ -19,14 +19,14 @@ from dcls_convert import (
 )
 from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.errors import ModelError
-from dcls_convert.fitting import calibrate as calibrate_module
-from dcls_convert.fitting import warm_start
-from dcls_convert.fitting.calibrate import measure_inputs
-from dcls_convert.fitting.calibration_images import Calibration
-from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.placing.place import make_layers
 from dcls_convert.progress import ignore_messages
 from dcls_convert.reports.report import report_view
+from dcls_convert.starts import calibrate as calibrate_module
+from dcls_convert.starts import warm_start
+from dcls_convert.starts.calibrate import measure_inputs
+from dcls_convert.starts.calibration_settings import CalibrationSettings
+from dcls_convert.starts.images import Calibration
 from dcls_convert.tables import as_text
 
 from ..model_state import state_of

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from dcls_convert.fitting.boxes import Box
-from dcls_convert.fitting.calibration_settings import CalibrationSettings
-from dcls_convert.fitting.sampling import PatchSampler
-from dcls_convert.fitting.second_moments import SecondMoments, shared_covariance_roots
-from dcls_convert.fitting.solve_layer import solve_layer
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
+from dcls_convert.starts.boxes import Box
+from dcls_convert.starts.calibration_settings import CalibrationSettings
+from dcls_convert.starts.sampling import PatchSampler
+from dcls_convert.starts.second_moments import SecondMoments, shared_covariance_roots
+from dcls_convert.starts.solve_layer import solve_layer
 
 CASES = {
     "depthwise": (nn.Conv2d(6, 6, 5, padding=2, groups=6), 9, ()),

@@ -11,11 +11,6 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConv2d, convert_
-from dcls_convert.fitting.batched_linalg import lines_innermost
-from dcls_convert.fitting.boxes import Box
-from dcls_convert.fitting.fit_positions import _make_problem, _step
-from dcls_convert.fitting.fit_settings import FitSettings
-from dcls_convert.fitting.warm_start import fit_elements, relative_errors
 from dcls_convert.geometry import grid_positions
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.interpolation import (
@@ -24,6 +19,11 @@ from dcls_convert.layers.interpolation import (
     find_interpolation,
 )
 from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.starts.batched_linalg import lines_innermost
+from dcls_convert.starts.boxes import Box
+from dcls_convert.starts.fit_positions import _make_problem, _step
+from dcls_convert.starts.fit_settings import FitSettings
+from dcls_convert.starts.warm_start import fit_elements, relative_errors
 
 CASES = {
     "depthwise 7x7": {"shape": (6, 1, 7, 7), "size": (17, 17), "count": 34},
@@ -201,7 +201,7 @@ def test_the_number_of_lines_that_are_fitted_together_does_not_matter(monkeypatc
     box = box_for(case)
     kernels = kernels_of(case, dtype=torch.float64)
     together = fit_elements(kernels, box, kernel_count=5)
-    monkeypatch.setattr("dcls_convert.fitting.warm_start.FLOATS_AT_ONCE", 1)
+    monkeypatch.setattr("dcls_convert.starts.warm_start.FLOATS_AT_ONCE", 1)
     torch.testing.assert_close(
         fit_elements(kernels, box, kernel_count=5), together, rtol=0, atol=1e-6
     )

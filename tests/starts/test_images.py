@@ -19,7 +19,7 @@ from PIL import EpsImagePlugin, Image
 from torch import nn
 
 from dcls_convert import DclsConvertError, calibrate, convert_, find_convs, plan_conversion
-from dcls_convert.fitting.image_files import (
+from dcls_convert.starts.image_files import (
     IMAGENET,
     Normalisation,
     read_pixels,

@@ -31,8 +31,8 @@ from ..progress import Notify
 from ..text import one_line
 from .boxes import Box
 from .calibrated_layer import CalibratedLayer
-from .calibration_images import Calibration
 from .calibration_settings import CalibrationSettings
+from .images import Calibration
 from .second_moments import SecondMoments, shared_covariance_roots
 
 # Relative difference between the halves of a batch that holds the same images twice. Rounding stays

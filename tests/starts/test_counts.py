@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
-from dcls_convert.fitting import allocation
-from dcls_convert.fitting.allocation import GroupErrors, counts_of_min_error, solve_knapsack
-from dcls_convert.fitting.counts import sample_channels
-from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.starts import allocation
+from dcls_convert.starts.allocation import GroupErrors, counts_of_min_error, solve_knapsack
+from dcls_convert.starts.counts import sample_channels
+from dcls_convert.starts.fit_settings import CountSettings
 
 from ..conftest import many_examples
 from .networks import INPUT_SIZE, network, output_error, smooth_noise
