@@ -15,7 +15,6 @@ from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
 from ..starts.calibrate import CalibrationStatistics
 from ..starts.counts import choose_counts_by_error
-from ..starts.image_files import normalisation_of
 from ..starts.images import Calibration, calibrate
 from ..starts.warm_start import draw_fit_seed
 from .apply_plan import apply_plan_
@@ -190,6 +189,4 @@ def _state_normalisation_(
     """Write the normalisation that the user stated for images into the network's own config."""
     if request.mean is None or request.std is None or plan.input_size is None:
         return
-    channels = plan.input_size[0]
-    stated = normalisation_of(network, channels, request.mean, request.std)
-    set_normalisation_(network, stated.mean, stated.std, channels=channels)
+    set_normalisation_(network, request.mean, request.std, channels=plan.input_size[0])

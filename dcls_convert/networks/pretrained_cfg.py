@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ModelError
@@ -64,7 +65,10 @@ def replace_stated_cfg_(model: nn.Module, stated: Mapping[str, Any]) -> None:
 
 
 def set_normalisation_(
-    model: nn.Module, mean: Sequence[float], std: Sequence[float], channels: int
+    model: nn.Module,
+    mean: float | Sequence[float],
+    std: float | Sequence[float],
+    channels: int,
 ) -> None:
     """Set the mean and std for normalising images in the model's config, if it has one.
 
@@ -75,8 +79,8 @@ def set_normalisation_(
     """
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict):
-        stated = {"mean": tuple(mean), "std": tuple(std)}
-        for name, values in stated.items():
-            if len(values) == 1:
-                stated[name] = values * channels
+        stated: dict[str, Any] = {}
+        for name, given in (("mean", mean), ("std", std)):
+            values = torch.as_tensor(given, dtype=torch.float64).expand(channels)
+            stated[name] = tuple(values.tolist())
         set_pretrained_cfg_(model, config | stated)
