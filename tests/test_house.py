@@ -94,7 +94,7 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
     # Others require these: pydantic, and torch's builds for GPUs.
     allowed |= {"dcls-convert", "pydantic-core", "triton"}
     assert imported <= allowed
-    assert required - imported == {"torchvision"}  # imported by name, once it is needed
+    assert required <= imported
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def compare_with_outputs_before(
         kernel_error=kernel_error,
         images=sum(map(len, images.held_out)),
         fitted_images=len(images),
-        images_cropped=images.images_cropped,
+        files_held_out=images.files_held_out,
         random_output_error=random_error,
         same_top1=converted.same_top1,
         kl=converted.kl,

@@ -21,8 +21,9 @@ class Outcome:
     images: int  # held-out images, or crops of them, on which outputs were compared
     # Images that the new layers were fitted to; not in the JSON.
     fitted_images: Annotated[int, Field(exclude=True)] = 0
-    # Number of held-out images that `images` are crops of; 0 without crops. Not in the JSON.
-    images_cropped: Annotated[int, Field(exclude=True)] = 0
+    # Number of files that `images` show, with crops of them, if they come from the folder of the
+    # images that layers were fitted to; else 0. Not in the JSON.
+    files_held_out: Annotated[int, Field(exclude=True)] = 0
     # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.
     random_output_error: Annotated[float | None, Field(exclude=True)] = None
     same_top1: float | None = None  # this and the next two are as in `Agreement`
@@ -57,8 +58,10 @@ def _comparison_sentences(outcome: Outcome) -> list[str]:
     """Say how close the outputs for held-out images stayed, and compare with a yardstick."""
     agreement = _agreement(outcome, outcome.images)
     images = count_text(outcome.images, "held-out image")
-    if outcome.images_cropped:
-        images = f"{outcome.images} crops of {count_text(outcome.images_cropped, 'held-out image')}"
+    if outcome.files_held_out:
+        images = count_text(outcome.files_held_out, "held-out image")
+        if outcome.images > outcome.files_held_out:
+            images = f"{outcome.images} crops of {images}"
     lines = [f"On {images}: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)

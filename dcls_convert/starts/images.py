@@ -4,31 +4,24 @@ Sizes are (channels, rows, columns).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..input import check_images
+from ..input import check_images, image_paths
 from ..networks.input_tensors import inputs_text
+from ..networks.running import suppress_output
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages
-from ..text import shortened
-from .image_files import (
-    Normalisation,
-    PixelBatches,
-    check_image_size,
-    corner_crops,
-    normalisation_of,
-    open_image,
-    read_pixels,
-    to_pixels,
-)
+from ..text import one_line, shortened
 
 # One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
 # did to the outputs.
@@ -36,10 +29,16 @@ HELD_OUT_EVERY = 5
 # Maximum number of files of a folder that are held out. With four crops of each, these are 200
 # images, enough to compare outputs on.
 MAX_FILES_HELD_OUT = 40
+CROP_SHARE = 0.75  # side of a crop, as a share of the image's side
+FILES_IN_BATCH = 8
 MAX_IN_BATCH = 64  # images; larger batches are split
 # Images whose variation within an image is a smaller share of their root mean square are refused.
 # Photographs have about 1 if normalised, 0.4 if not, and 0.002 with a mean on the scale 0..255.
 MIN_VARIATION = 3e-3
+# Formats that are read, whatever a file's suffix. Pillow reads more, but it executes PostScript.
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
+# Exceptions that Pillow raises for files that it cannot read.
+READ_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 # A folder; or tensors as the model takes them: one batch (N, channels, *spatial), several batches,
 # or single images (channels, *spatial).
@@ -52,14 +51,12 @@ class Calibration:
 
     batches: Sequence[Tensor]  # images that layers are fitted to
     held_out: Sequence[Tensor] = ()  # images on which outputs are compared
-    # Number of held-out files, if crops of them are held out too; 0 for tensors, and if no file is
-    # large enough for crops.
-    images_cropped: int = 0
+    # Number of files that `held_out` shows, with crops of them, if they come from the folder of
+    # `batches`; else 0.
+    files_held_out: int = 0
 
     def __len__(self) -> int:
         """The number of images in `batches`, without those held out."""
-        if isinstance(self.batches, PixelBatches):  # iterating would normalise every batch
-            return len(self.batches.pixels)
         return sum(map(len, self.batches))
 
 
@@ -79,8 +76,8 @@ def calibrate(
     Pass the result to `apply_plan_(calibration=...)` or `convert_(calibration=...)`.
 
     Args:
-        model: Its normalisation, as timm states it, is applied to the images of a folder. The model
-            is not changed.
+        model: The images of a folder are resized, cropped and normalised by timm's evaluation
+            transform for this model. The model is not changed.
         plan: A plan for the model; states the size of its images.
         images: A folder, or tensors normalised as the model expects. Tensors are one batch (N,
             channels, *spatial), several batches, single images (channels, *spatial), or the items
@@ -91,7 +88,8 @@ def calibrate(
             fewer than five images, the second one is held out if they are files, and none if they
             are tensors. With an empty list, no image is held out.
         most_images: Maximum number of images to read from a folder, evenly spread over the order of
-            their names; 80 by default. An image stays in memory as 8-bit pixels.
+            their names; 80 by default. They stay in memory, where an image of 3x224x224 takes
+            0.6 MB.
         mean, std: Normalisation of a folder's images, whose values are from 0 to 1: a value for
             each channel, or one for all. Required if the model does not state them.
         note: Called with a message for each file that cannot be read.
@@ -102,7 +100,11 @@ def calibrate(
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
-    image_size = _image_size(plan)
+    if plan.example_inputs is not None:
+        raise DclsConvertError(
+            "calibration: images are for a network of one image, and this one takes "
+            f"{inputs_text(plan.example_inputs)}; convert it without them"
+        )
     if not isinstance(images, str | Path):
         for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):
             if value is not None:
@@ -114,55 +116,43 @@ def calibrate(
         if held_out is not None:
             raise DclsConvertError("calibration: a Calibration states what it holds out itself")
         return images
-    image_axes = 3 if image_size is None else len(image_size)
     max_images = CALIBRATION_IMAGES if most_images is None else most_images
 
     def read(source: Images, *, holds_out: bool) -> Calibration:
         if isinstance(source, str | Path):
-            size = check_image_size(image_size)
-            normalisation = normalisation_of(model, size[0], mean, std)
+            size = _size_of_files(plan.input_size)
+            transform = _evaluation_transform(model, size, mean, std)
+            folder = Path(source)
             return _read_folder(
-                Path(source), size, normalisation, note, max_images=max_images, holds_out=holds_out
+                folder, size, transform, note, max_images=max_images, holds_out=holds_out
             )
-        batches = tuple(_given_batches(source, image_axes, image_size))
-        _refuse_infinite(batches)
+        batches = tuple(_given_batches(source, plan.input_size))
         if holds_out:
             return _with_every_fifth_held_out(batches)
         return Calibration(batches=batches)
 
     calibration = read(images, holds_out=held_out is None)
     if held_out is not None:
-        others = read(held_out, holds_out=False)
-        calibration = replace(calibration, held_out=others.batches)
+        calibration = replace(calibration, held_out=read(held_out, holds_out=False).batches)
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shortened(images)}")
-    _refuse_constant(calibration.batches)
+    _refuse_without_content(calibration)
     return calibration
 
 
-def _image_size(plan: ConversionPlan) -> tuple[int, ...] | None:
-    """Return the size of the images, if it is known; refuse a network of other inputs."""
-    if plan.example_inputs is not None:
-        raise DclsConvertError(
-            "calibration: images are for a network of one image, and this one takes "
-            f"{inputs_text(plan.example_inputs)}; convert it without them"
-        )
-    return plan.input_size
+def _refuse_without_content(calibration: Calibration) -> None:
+    """Refuse images that are not finite, and constant ones.
 
-
-def _refuse_infinite(batches: Sequence[Tensor]) -> None:
-    for batch in batches:
+    Kernels that are fitted to constant images lose everything else.
+    """
+    for batch in (*calibration.batches, *calibration.held_out):
         if not bool(batch.isfinite().all()):
             raise DclsConvertError(
                 "calibration: the images have values that are not finite (NaN or infinite)"
             )
-
-
-def _refuse_constant(batches: Sequence[Tensor]) -> None:
-    """Refuse images without any content: kernels that are fitted to them lose everything else."""
     energy = 0.0
     energy_of_variation = 0.0
-    for batch in batches:
+    for batch in calibration.batches:
         channels = batch.float().flatten(2)  # (N, channels, places)
         energy += float(channels.square().sum())
         energy_of_variation += float((channels - channels.mean(2, keepdim=True)).square().sum())
@@ -173,38 +163,192 @@ def _refuse_constant(batches: Sequence[Tensor]) -> None:
         )
 
 
+# A folder of images.
+
+
+def _size_of_files(size: Sequence[int] | None) -> Sequence[int]:
+    """Return the size of the model's images; refuse one that image files cannot have."""
+    if size is None:
+        raise DclsConvertError(
+            "images: the size of the model's images is not known; state input_size"
+        )
+    if len(size) != 3 or size[0] not in (1, 3):
+        raise DclsConvertError(
+            f"images: files have 1 or 3 channels, but the model takes {tuple(size)}"
+        )
+    return size
+
+
+def _evaluation_transform(
+    model: nn.Module,
+    size: Sequence[int],
+    mean: float | Sequence[float] | None,
+    std: float | Sequence[float] | None,
+) -> Callable[[Image.Image], Tensor]:
+    """Return timm's evaluation transform: resize, crop the centre, normalise.
+
+    For a model that is not timm's, the shorter side is not cropped, and images of the model's size
+    stay as they are. If it is not torchvision's, either, its normalisation must be given.
+    """
+    from timm.data import (
+        IMAGENET_DEFAULT_MEAN,
+        IMAGENET_DEFAULT_STD,
+        create_transform,
+        resolve_data_config,
+    )
+
+    channels = size[0]
+    is_torchvisions = type(model).__module__.startswith("torchvision.models.")
+    model_config = getattr(model, "pretrained_cfg", None) or {"crop_pct": 1.0}
+    asked: dict[str, Any] = {"input_size": size}
+    if (mean is None) != (std is None):
+        raise DclsConvertError("calibration: give mean and std, or neither")
+    if mean is not None and std is not None:
+        asked["mean"] = _values_of("mean", mean, channels)
+        asked["std"] = _values_of("std", std, channels)
+    elif not model_config.get("mean") and not is_torchvisions:
+        raise DclsConvertError(
+            "calibration: the model does not state how its images are normalised; give mean and "
+            f"std (ImageNet's: mean {_listed(IMAGENET_DEFAULT_MEAN)}, "
+            f"std {_listed(IMAGENET_DEFAULT_STD)})"
+        )
+    config = resolve_data_config(asked, pretrained_cfg=model_config)
+    for name in ("mean", "std"):
+        if len(config[name]) != channels:  # grey images; timm's loader takes the average, too
+            config[name] = (fmean(config[name]),)
+    transform: Callable[[Image.Image], Tensor] = create_transform(**config)
+    return transform
+
+
+def _values_of(name: str, given: float | Sequence[float], channels: int) -> list[float]:
+    """Return a mean or std as a value for each channel, or one for all; refuse what is neither.
+
+    Values above 1 are refused: they are meant for images with values from 0 to 255, and would turn
+    these images into nearly constant ones.
+    """
+    try:
+        values: list[float] = torch.as_tensor(given, dtype=torch.float64).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):
+        values = []
+    if len(values) not in (1, channels):
+        raise DclsConvertError(
+            f"calibration: {name} {shortened(repr(given))}: give a number, or {channels}, one per "
+            "channel"
+        )
+    if not all(0 <= value <= 1 for value in values):
+        scaled = _listed([value / 255 for value in values])
+        raise DclsConvertError(
+            f"calibration: {name} {_listed(values)} must be from 0 to 1, the scale of the images; "
+            f"divided by 255, it is {scaled}"
+        )
+    return values
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
 def _read_folder(
     folder: Path,
     size: Sequence[int],
-    normalisation: Normalisation,
+    transform: Callable[[Image.Image], Tensor],
     note: Note,
     *,
     max_images: int,
     holds_out: bool,
 ) -> Calibration:
+    """Read images of a folder; skip files that cannot be read, and report them through `note`."""
+    from torchvision.transforms.functional import five_crop
+
     check_images(folder)
-    pixels_of_path = read_pixels(folder, size, note, max_images=max_images)
-    count = len(pixels_of_path)
-    held_out_every = max(HELD_OUT_EVERY, math.ceil(count / MAX_FILES_HELD_OUT))
-    first_held_out = held_out_every - 1
-    if count < HELD_OUT_EVERY:  # too few for every fifth: hold out the second
-        first_held_out = 1
-    fitted: list[Tensor] = []
+    paths = sorted(image_paths(folder))
+    count = min(len(paths), max_images)
+    images: dict[Path, Tensor] = {}
+    for index in range(count):
+        path = paths[index * len(paths) // count]  # evenly spread: some of each class's folder
+        try:
+            images[path] = transform(_open_image(path, size[0]))
+        except READ_ERRORS as error:
+            note(f"skipped {path}: {one_line(error)[:200]}")
+    paths_held_out: list[Path] = []
+    if holds_out:
+        every = max(HELD_OUT_EVERY, math.ceil(len(images) / MAX_FILES_HELD_OUT))
+        first = every - 1
+        if len(images) < HELD_OUT_EVERY:  # too few for every fifth: hold out the second
+            first = 1
+        paths_held_out = [*images][first::every]
     held_out: list[Tensor] = []
-    images_held_out = 0
-    for index, (path, pixels) in enumerate(pixels_of_path.items()):
-        if not holds_out or index % held_out_every != first_held_out:
-            fitted.append(pixels)
-            continue
-        images_held_out += 1
-        held_out.append(pixels)
-        for crop in corner_crops(open_image(path, size), size):
-            held_out.append(to_pixels(crop, size))
+    for path in paths_held_out:
+        held_out.append(images.pop(path))
+        image = _open_image(path, size[0])
+        if image.height > size[1] and image.width > size[2]:
+            crop_size = (int(CROP_SHARE * image.height), int(CROP_SHARE * image.width))
+            *corners, _ = five_crop(image, crop_size)
+            held_out += map(transform, corners)
     return Calibration(
-        batches=PixelBatches(fitted, normalisation),
-        held_out=PixelBatches(held_out, normalisation),
-        images_cropped=images_held_out if len(held_out) > images_held_out else 0,
+        batches=_in_batches([*images.values()]),
+        held_out=_in_batches(held_out),
+        files_held_out=len(paths_held_out),
     )
+
+
+def _open_image(path: Path, channels: int) -> Image.Image:
+    """Open an image upright, in 8-bit colour or grey according to the number of channels.
+
+    Raises:
+        One of READ_ERRORS: The file is not an image, or its white level is unknown.
+    """
+    # Pillow warns of odd metadata.
+    with suppress_output(), Image.open(path, formats=FORMATS) as image:
+        # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
+        opened_as_32_bits = image.mode == "I" and image.format in ("PNG", "PPM")
+        has_16_bits = opened_as_32_bits or image.mode.startswith("I;16")
+        if image.mode in ("I", "F") and not has_16_bits:
+            raise ValueError(
+                "its pixels have 32 bits, and the white level is unknown; "
+                "convert it to 8 or 16 bits per channel"
+            )
+        upright = ImageOps.exif_transpose(image)
+        if has_16_bits:  # Pillow's own conversion would clip values to 8 bits
+            upright = upright.convert("I").point(lambda value: value / 257).convert("L")
+        return upright.convert("RGB" if channels == 3 else "L")
+
+
+def _in_batches(images: Sequence[Tensor]) -> list[Tensor]:
+    firsts = range(0, len(images), FILES_IN_BATCH)
+    return [torch.stack([*images[first : first + FILES_IN_BATCH]]) for first in firsts]
+
+
+# Tensors.
+
+
+def _given_batches(images: Any, size: Sequence[int] | None) -> Iterator[Tensor]:
+    """Yield batches from one batch, several batches, single images, or the items of a loader."""
+    image_axes = 3 if size is None else len(size)
+    if isinstance(images, Tensor | Mapping) or not isinstance(images, Iterable):
+        images = [images]
+    for item in images:
+        batch = item
+        if isinstance(item, list | tuple):  # a loader's batch, with labels
+            batch = item[0]
+        found = f"a value of type {type(batch).__name__}"
+        is_right = False
+        if isinstance(batch, Tensor):
+            found = f"a tensor of {tuple(batch.shape)}, {str(batch.dtype).removeprefix('torch.')}"
+            is_right = batch.is_floating_point() and batch.dim() in (image_axes, image_axes + 1)
+        if is_right and size is not None and batch.shape[-1] == size[0]:  # channels last?
+            is_right = batch.shape[-image_axes] == size[0]
+        if not is_right:
+            channels = "channels" if size is None else size[0]
+            spatial = "rows, columns" if image_axes == 3 else "*spatial"
+            raise DclsConvertError(
+                f"calibration: found {found}; give float images (N, {channels}, {spatial}), "
+                "normalised as the model takes them"
+            )
+        if batch.dim() == image_axes:
+            batch = batch.unsqueeze(0)
+        if len(batch):
+            yield from batch.split(MAX_IN_BATCH)
 
 
 def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
@@ -215,59 +359,10 @@ def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
     for batch in batches:
         indices = torch.arange(first, first + len(batch), device=batch.device)
         is_held_out = indices % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        if not is_held_out.any():
-            fitted.append(batch)  # no copy
-        else:
-            held_out.append(batch[is_held_out])
-            if not is_held_out.all():
-                fitted.append(batch[~is_held_out])
+        fitted.append(batch[~is_held_out])
+        held_out.append(batch[is_held_out])
         first += len(batch)
-    return Calibration(batches=tuple(fitted), held_out=tuple(held_out))
-
-
-def _given_batches(
-    images: Tensor | Iterable[Any], image_axes: int, input_size: Sequence[int] | None
-) -> Iterator[Tensor]:
-    """Yield batches from one batch, several batches, single images, or the items of a loader."""
-    if isinstance(images, Tensor):
-        images = [images]
-    if not isinstance(images, Iterable) or isinstance(images, Mapping):
-        raise _wrong_tensor(images, image_axes)
-    for item in images:
-        tensor = item
-        if isinstance(item, list | tuple):  # a loader's batch, with labels
-            tensor = item[0]
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise _wrong_tensor(tensor, image_axes)
-        if tensor.dim() not in (image_axes, image_axes + 1):
-            raise _wrong_tensor(tensor, image_axes)
-        if input_size is not None and _has_channels_last(tensor, image_axes, input_size[0]):
-            raise _wrong_tensor(tensor, image_axes, str(input_size[0]))
-        batch = tensor
-        if tensor.dim() == image_axes:
-            batch = tensor.unsqueeze(0)
-        if len(batch):
-            yield from torch.split(batch, MAX_IN_BATCH)
-
-
-def _has_channels_last(images: Tensor, image_axes: int, channels: int) -> bool:
-    return images.shape[-image_axes] != channels and images.shape[-1] == channels
-
-
-def _wrong_tensor(found: object, image_axes: int, channels: str = "channels") -> DclsConvertError:
-    """Return the error that says what was found instead of images.
-
-    Args:
-        channels: The number of channels, if it is known.
-    """
-    kind = f"a value of type {type(found).__name__}"
-    if isinstance(found, Tensor):
-        dtype = str(found.dtype).removeprefix("torch.")
-        kind = f"a tensor of {tuple(found.shape)}, {dtype}"
-    spatial = "rows, columns"
-    if image_axes != 3:
-        spatial = "*spatial"
-    return DclsConvertError(
-        f"calibration: found {kind}; give float images (N, {channels}, {spatial}), "
-        "normalised as the model takes them"
+    return Calibration(
+        batches=[batch for batch in fitted if len(batch)],
+        held_out=[batch for batch in held_out if len(batch)],
     )

@@ -1,9 +1,7 @@
-"""Images of a calibration: which files are read, which are held out, and which are refused.
-
-How files are read (`image_files.py`) is tested here, too: EXIF, 16 bits, formats, damage.
-"""
+"""Images of a calibration: how they are read, which are held out, and which are refused."""
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -17,14 +15,9 @@ import torch
 import torchvision
 from PIL import EpsImagePlugin, Image
 from torch import nn
+from torchvision.transforms.functional import normalize, to_tensor
 
 from dcls_convert import DclsConvertError, calibrate, convert_, find_convs, plan_conversion
-from dcls_convert.starts.image_files import (
-    IMAGENET,
-    Normalisation,
-    read_pixels,
-    stated_normalisation,
-)
 
 from ..model_state import state_of
 from ..several_inputs import EXAMPLES, IMAGE, TwoImages
@@ -37,22 +30,28 @@ SIZE = (3, 24, 32)
 
 @pytest.fixture(scope="module")
 def model_and_plan():
-    model = timm.create_model("test_convnext")
-    return model, plan_conversion(find_convs(model))
+    """A model that states no normalisation, and its plan."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 7, padding=3), nn.Conv2d(8, 8, 7, padding=3, groups=8))
+    return model, plan_conversion(find_convs(model, SIZE), dilated_size=9)
 
 
-def image_of_colour(mode, size, colour):
+@pytest.fixture
+def read(model_and_plan):
+    """Calibrate on a folder; images have values from 0 to 1."""
+    return functools.partial(calibrate, *model_and_plan, mean=0, std=1)
+
+
+def image_of_colour(size, colour):
     """Make an image of one colour, save for one pixel, since constant images are refused."""
-    image = Image.new(mode, size, colour)
-    image.putpixel((size[0] // 2, size[1] // 2), (255,) * len(image.getbands()))
+    image = Image.new("RGB", size, colour)
+    image.putpixel((size[0] // 2, size[1] // 2), (255, 255, 255))
     return image
 
 
 def write_images(folder, count):
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
-        image = image_of_colour("RGB", (50, 40), (index, 90, 200))
-        image.save(folder / f"{index:03d}.png")
+        image_of_colour((32, 24), (index, 90, 200)).save(folder / f"{index:03d}.png")
 
 
 def shades(batches):
@@ -65,104 +64,125 @@ def shades(batches):
     [(1, []), (2, [1]), (4, [1]), (5, [4]), (23, [4, 9, 14, 19])],
 )
 def test_every_fifth_file_or_one_of_a_few_is_held_out_and_not_fitted_to(
-    model_and_plan, tmp_path, count, held_out_indices
+    read, tmp_path, count, held_out_indices
 ):
     write_images(tmp_path, count)
-    calibration = calibrate(*model_and_plan, tmp_path)
+    calibration = read(tmp_path)
     fitted = shades(calibration.batches)
     held_out = shades(calibration.held_out)
     all_shades = sorted({*fitted, *held_out})
     assert len(all_shades) == count
-    assert len(fitted) == count - len(held_out_indices)
+    assert len(fitted) == len(calibration) == count - len(held_out_indices)
     assert held_out == [all_shades[index] for index in held_out_indices]
-
-
-def test_hidden_files_and_folders_are_no_data(model_and_plan, tmp_path):
-    write_images(tmp_path / "cats", 3)
-    for folder in ("cats/.ipynb_checkpoints", ".hidden/dogs"):
-        write_images(tmp_path / folder, 3)
-    (tmp_path / "cats" / "000.png").rename(tmp_path / "cats" / "._000.png")
-    calibration = calibrate(*model_and_plan, tmp_path)
-    assert len({*shades(calibration.batches), *shades(calibration.held_out)}) == 2
-
-
-def test_from_many_images_some_of_every_subfolder_are_read(model_and_plan, tmp_path):
-    for red, name in enumerate("abcde"):
-        (tmp_path / name).mkdir()
-        for index in range(40):
-            image = image_of_colour("RGB", (8, 8), (50 * red, 0, 0))
-            image.save(tmp_path / name / f"{index}.png")
-    calibration = calibrate(*model_and_plan, tmp_path)
-    assert (len(calibration), len(shades(calibration.held_out))) == (64, 16)
-    assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
 
 
 @pytest.mark.parametrize(
     ("most_images", "fitted", "held_out"),
     # From 201 images on, at most every sixth is held out, since every fifth would exceed 40.
-    [(1, 1, 0), (60, 48, 12), (200, 160, 40), (205, 171, 34), (250, 215, 35)],
+    [(None, 64, 16), (200, 160, 40), (201, 168, 33), (300, 200, 40)],
 )
-def test_most_images_limits_what_is_read_and_at_most_40_images_are_held_out(
-    model_and_plan, tmp_path, most_images, fitted, held_out
+def test_images_are_read_from_every_subfolder_and_at_most_40_are_held_out(
+    read, tmp_path, most_images, fitted, held_out
 ):
-    for index in range(250):
-        image_of_colour("L", (2, 2), index).save(tmp_path / f"{index:03d}.png")
-    calibration = calibrate(*model_and_plan, tmp_path, most_images=most_images)
+    for red, name in enumerate("abcde"):
+        (tmp_path / name).mkdir()
+        for index in range(48):
+            image_of_colour((2, 2), (50 * red, 0, 0)).save(tmp_path / name / f"{index}.png")
+    calibration = read(tmp_path, most_images=most_images)
     assert (len(calibration), len(shades(calibration.held_out))) == (fitted, held_out)
+    assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
 
 
-def test_images_of_a_folder_are_kept_in_8_bits_and_normalised_on_access(model_and_plan, tmp_path):
-    write_images(tmp_path, 20)
-    batches = calibrate(*model_and_plan, tmp_path, held_out=()).batches
-    assert {pixels.dtype for pixels in batches.pixels} == {torch.uint8}
-    assert [len(batch) for batch in batches] == [8, 8, 4]
-    colour = torch.tensor([17, 90, 200], dtype=torch.float64) / 255
-    stated = stated_normalisation(model_and_plan[0])
-    expected = (colour - torch.tensor(stated.mean)) / torch.tensor(stated.std)
-    torch.testing.assert_close(batches[2][1, :, 3, 4], expected.float())
+def test_corner_crops_of_large_held_out_images_are_held_out_too(read, tmp_path):
+    _, rows, columns = SIZE
+    sizes = [(9, 9), (2 * columns, 2 * rows), (9, 9), (2 * columns, 9)] * 5
+    for index, (width, height) in enumerate(sizes):
+        image = Image.new("RGB", (width, height))
+        image.paste((255, 0, 0), (0, 0, width // 4, height // 4))
+        image.save(tmp_path / f"{index:02d}.png")
+    calibration = read(tmp_path)
+    held_out = torch.cat(calibration.held_out)
+    assert len(held_out) == 4 + 4  # 04, 09, 14, 19, and four crops of 09, which is large
+    assert calibration.files_held_out == 4
+    whole, top_left, *others = held_out[1:6, 0, :5, :5].mean((1, 2)).tolist()
+    assert min(whole, top_left) > 0.5 > max(others)
 
 
-def test_broken_images_are_named_and_the_model_is_unchanged(model_and_plan, tmp_path):
-    write_images(tmp_path / "cats", 3)
+@pytest.mark.parametrize("size", [(3, 160, 160), (3, 96, 150), (1, 120, 60)])
+@pytest.mark.parametrize("crop_mode", ["center", "border"])
+def test_files_go_through_timms_evaluation_transform_for_the_model(tmp_path, size, crop_mode):
+    config = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.2, 0.2), "crop_pct": 0.9}
+    config |= {"crop_mode": crop_mode, "interpolation": "bilinear"}
+    model = timm.create_model("test_convnext", in_chans=size[0], pretrained_cfg_overlay=config)
+    plan = plan_conversion(find_convs(model, size))
+    image = Image.effect_noise((300, 200), 90)
+    image.save(tmp_path / "a.png")
+    ((found,),) = calibrate(model, plan, tmp_path).batches
+    if size[0] == 3:
+        image = image.convert("RGB")
+    else:
+        config |= {"mean": (0.5,), "std": (0.2,)}  # the averages
+    transform = timm.data.create_transform(size, **config)
+    torch.testing.assert_close(found, transform(image))
+
+
+def test_a_folder_needs_a_normalisation_if_the_model_states_none(model_and_plan, tmp_path):
+    """Images of the model's size are only normalised; torchvision's models need not state it."""
+    image = PHOTO.resize((32, 24))
+    image.save(tmp_path / "a.png")
+    with pytest.raises(
+        DclsConvertError, match="does not state how its images are normalised; give mean and std"
+    ):
+        calibrate(*model_and_plan, tmp_path)
+    mean = (0.5, 0.25, 0)
+    (found,) = calibrate(*model_and_plan, tmp_path, mean=mean, std=0.2).batches
+    torch.testing.assert_close(found[0], normalize(to_tensor(image), mean, (0.2, 0.2, 0.2)))
+    resnet = torchvision.models.resnet18()
+    (found,) = calibrate(resnet, plan_conversion(find_convs(resnet, SIZE)), tmp_path).batches
+    expected = normalize(to_tensor(image), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.testing.assert_close(found[0], expected)
+
+
+# Files that are no images, or odd ones.
+
+
+def test_hidden_files_and_other_files_are_skipped_and_broken_images_are_named(
+    model_and_plan, read, tmp_path
+):
+    for folder in ("cats", "cats/.ipynb_checkpoints", ".hidden/dogs"):
+        write_images(tmp_path / folder, 3)
+    (tmp_path / "cats" / "000.png").rename(tmp_path / "cats" / "._000.png")
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     (tmp_path / "notes.txt").write_text("no image either")
     os.mkfifo(tmp_path / "endless.png")
-    model, plan = model_and_plan
-    before = state_of(model)
+    before = state_of(model_and_plan[0])
     notes = []
-    calibration = calibrate(model, plan, tmp_path, note=notes.append)
+    calibration = read(tmp_path, note=notes.append)
+    assert len(shades([*calibration.batches, *calibration.held_out])) == 2
     assert [note.partition(":")[0] for note in notes] == [f"skipped {tmp_path / 'broken.jpg'}"]
-    assert {tuple(batch.shape[1:]) for batch in calibration.batches} == {plan.input_size}
-    assert state_of(model) == before
+    assert state_of(model_and_plan[0]) == before
 
 
-def test_no_file_is_run_as_a_program(model_and_plan, tmp_path, monkeypatch):
+def test_no_file_is_run_as_a_program(read, tmp_path, monkeypatch):
     write_images(tmp_path / "images", 2)
-    (tmp_path / "images" / "program.png").write_text(
-        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n"
-    )
+    program = tmp_path / "images" / "program.png"
+    program.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     ghostscript.chmod(0o755)
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(ghostscript))
     notes = []
-    assert len(calibrate(*model_and_plan, tmp_path / "images", note=notes.append)) == 1
-    assert [note.partition(":")[0] for note in notes] == [
-        f"skipped {tmp_path / 'images' / 'program.png'}"
-    ]
+    assert len(read(tmp_path / "images", note=notes.append)) == 1
+    assert [note.partition(":")[0] for note in notes] == [f"skipped {program}"]
     assert not (tmp_path / "ran").exists()
 
 
-def test_formats_are_recognised_by_content_whatever_the_suffix(model_and_plan, tmp_path):
+def test_formats_are_recognised_by_content_whatever_the_suffix(read, tmp_path):
     """ImageNet has a PNG, and images in CMYK, under names that end in .JPEG."""
     for image_format in FORMATS:
         mode = "CMYK" if image_format == "JPEG" else "RGB"
         PHOTO.convert(mode).save(tmp_path / f"{image_format}.JPEG", image_format)
-    calibration = calibrate(*model_and_plan, tmp_path)
-    assert len(calibration) + len(shades(calibration.held_out)) == len(FORMATS)
-
-
-# Damaged files.
+    assert len(read(tmp_path, held_out=())) == len(FORMATS)
 
 
 def encoded(image, image_format, **options):
@@ -171,7 +191,7 @@ def encoded(image, image_format, **options):
     return data.getvalue()
 
 
-def test_damaged_files_are_read_or_noted_and_pillow_prints_nothing(tmp_path, monkeypatch):
+def test_damaged_files_are_read_or_noted_and_pillow_prints_nothing(read, tmp_path, monkeypatch):
     # Without handlers, as in the program, log records go to stderr.
     monkeypatch.setattr(logging.root, "handlers", [])
     chunks = encoded(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT")
@@ -193,9 +213,9 @@ def test_damaged_files_are_read_or_noted_and_pillow_prints_nothing(tmp_path, mon
     notes = []
     stderr = io.StringIO()
     with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(stderr):
-        images = read_pixels(tmp_path, SIZE, notes.append, max_images=80)
+        images = read(tmp_path, held_out=(), note=notes.append)
     assert stderr.getvalue() == ""
-    assert [path.name for path in images] == [*readable]
+    assert len(images) == len(readable)
     assert [note.partition(": ")[0].removeprefix("skipped ") for note in notes] == [
         str(tmp_path / name) for name in unreadable
     ]
@@ -213,59 +233,40 @@ def grey_image(mode, low, high):
     ("image_format", "mode"),
     [("PNG", "I;16"), ("TIFF", "I;16"), ("TIFF", "I;16B"), ("PPM", "I")],
 )
-def test_grey_values_of_16_bits_are_scaled(tmp_path, image_format, mode):
+def test_grey_values_of_16_bits_are_scaled(read, tmp_path, image_format, mode):
     (tmp_path / "a.png").write_bytes(encoded(grey_image("L", 64, 192), "PNG"))
     scaled = grey_image(mode, 64 * 257, 192 * 257)
     (tmp_path / "b.png").write_bytes(encoded(scaled, image_format))
-    notes = []
-    pixels_8_bit, pixels_16_bit = read_pixels(tmp_path, SIZE, notes.append, max_images=80).values()
-    assert torch.equal(pixels_8_bit, pixels_16_bit)
-    assert not notes
+    ((with_8_bits, with_16_bits),) = read(tmp_path, held_out=()).batches
+    assert torch.equal(with_8_bits, with_16_bits)
 
 
-@pytest.mark.parametrize(("mode", "word"), [("I", "integers"), ("F", "floating-point")])
-def test_pixels_of_32_bits_are_refused_since_their_range_is_unknown(tmp_path, mode, word):
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_32_bits_are_refused_since_their_range_is_unknown(read, tmp_path, mode):
     (tmp_path / "a.tif").write_bytes(encoded(grey_image(mode, 64, 192), "TIFF"))
     notes = []
-    assert not read_pixels(tmp_path, SIZE, notes.append, max_images=80)
-    assert word in notes[0]
+    with pytest.raises(DclsConvertError, match="there are no images"):
+        read(tmp_path, note=notes.append)
+    assert "32 bits" in notes[0]
 
 
-def test_the_orientation_that_exif_states_is_applied(tmp_path):
+def test_the_orientation_that_exif_states_is_applied(read, tmp_path):
     image = Image.effect_noise((60, 40), 90)
     exif = Image.Exif()
     exif[0x0112] = 6  # orientation: rotate by 90 degrees clockwise to show it
     (tmp_path / "a.png").write_bytes(encoded(image, "PNG", exif=exif))
     (tmp_path / "b.gif").write_bytes(encoded(image.rotate(-90, expand=True), "GIF"))
-    with_exif, rotated = read_pixels(tmp_path, SIZE, print, max_images=80).values()
+    ((with_exif, rotated),) = read(tmp_path, held_out=()).batches
     assert torch.equal(with_exif, rotated)
 
 
-def test_corner_crops_of_large_held_out_images_are_held_out_too(model_and_plan, tmp_path):
-    _, rows, columns = model_and_plan[1].input_size
-    sizes = [(9, 9), (2 * columns, 2 * rows), (9, 9), (2 * columns, 9)] * 5
-    for index, (width, height) in enumerate(sizes):
-        image = Image.new("RGB", (width, height))
-        image.paste((255, 0, 0), (0, 0, width // 4, height // 4))
-        image.save(tmp_path / f"{index:02d}.png")
-    calibration = calibrate(*model_and_plan, tmp_path)
-    held_out = torch.cat(list(calibration.held_out))
-    assert len(held_out) == 4 + 4  # 04, 09, 14, 19, and four crops of 09, which is large
-    assert calibration.images_cropped == 4
-    redness = held_out[1:6, 0, :5, :5].mean((1, 2)).tolist()
-    whole, top_left, bottom_left, top_right, _ = redness
-    assert min(whole, top_left) > 0.5 > max(bottom_left, top_right)
-
-
-def test_batches_of_a_loader_may_have_labels(model_and_plan):
-    images = torch.rand(2, *model_and_plan[1].input_size)
-    (batch,) = calibrate(*model_and_plan, [(images, torch.zeros(2))]).batches
-    assert batch.data_ptr() == images.data_ptr()  # no copy
+# Tensors, and images that are given to compare on.
 
 
 def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_and_plan):
-    images = torch.rand(3, *model_and_plan[1].input_size)
-    for form in (images, [images], list(images), [(image, 0) for image in images]):
+    images = torch.rand(3, *SIZE)
+    loader = [(images, torch.zeros(3))]
+    for form in (images, [images], list(images), loader, [[image, 0] for image in images]):
         assert torch.equal(torch.cat(calibrate(*model_and_plan, form).batches), images)
     assert len(calibrate(*model_and_plan, images[0])) == 1
 
@@ -273,77 +274,42 @@ def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_
 @pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (4, 2, 6), (3, 20)])
 def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_plan, sizes):
     numbers = torch.arange(sum(sizes), dtype=torch.float32)
-    images = numbers.view(-1, 1, 1, 1).repeat(1, *model_and_plan[1].input_size)
+    images = numbers.view(-1, 1, 1, 1).repeat(1, *SIZE)
     images[..., -1] = -1
     calibration = calibrate(*model_and_plan, images.split(sizes))
     assert shades(calibration.held_out) == numbers[4::5].tolist()
     assert sorted(shades((*calibration.batches, *calibration.held_out))) == numbers.tolist()
 
 
-def test_held_out_images_may_be_given(model_and_plan, tmp_path):
+def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
     write_images(tmp_path, 6)
-    others = torch.rand(2, *model_and_plan[1].input_size)
-    for images in (tmp_path, torch.rand(6, *model_and_plan[1].input_size)):
-        calibration = calibrate(*model_and_plan, images, held_out=others)
-        assert len(calibration) == 6
+    others = torch.rand(2, *SIZE)
+    from_folder = read(tmp_path, held_out=others)
+    assert (len(from_folder), from_folder.files_held_out) == (6, 0)
+    from_tensor = calibrate(*model_and_plan, torch.rand(6, *SIZE), held_out=others)
+    for calibration in (from_folder, from_tensor):
         assert torch.equal(torch.cat(calibration.held_out), others)
-        assert calibrate(*model_and_plan, images, held_out=()).held_out == ()
-    assert len(torch.cat(list(calibrate(*model_and_plan, others, held_out=tmp_path).held_out))) == 6
+    assert not read(tmp_path, held_out=()).held_out
+    assert shades(read(tmp_path, held_out=tmp_path).held_out) == shades(from_folder.batches)
     with pytest.raises(DclsConvertError, match="states what it holds out itself"):
-        calibrate(*model_and_plan, calibration, held_out=others)
+        calibrate(*model_and_plan, from_folder, held_out=others)
 
 
-def own_model_and_plan():
-    """Make a model that states no normalisation, and its plan."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 7, padding=3), nn.Conv2d(8, 8, 7, padding=3, groups=8))
-    return model, plan_conversion(find_convs(model, (3, 8, 8)), dilated_size=9)
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: timm.create_model("resnet10t"), IMAGENET),
-        (lambda: timm.create_model("test_vit"), Normalisation(mean=(0.5,) * 3, std=(0.5,) * 3)),
-        (torchvision.models.resnet18, IMAGENET),
-        (nn.Identity, None),
-    ],
-    ids=["timm", "timm, not ImageNet's", "torchvision", "own"],
-)
-def test_the_normalisation_is_what_the_model_states(make, expected):
-    assert stated_normalisation(make()) == expected
-
-
-def test_a_folder_needs_a_normalisation_if_the_model_states_none(tmp_path):
-    write_images(tmp_path, 1)
-    model, plan = own_model_and_plan()
-    with pytest.raises(
-        DclsConvertError, match="does not state how its images are normalised; give mean and std"
-    ):
-        calibrate(model, plan, tmp_path)
-    calibration = calibrate(model, plan, tmp_path, mean=(0.5, 0.25, 0), std=0.2)
-    red, green, _ = calibration.batches[0][0, :, 0, 0]
-    assert red.item() == pytest.approx((0 / 255 - 0.5) / 0.2)
-    assert green.item() == pytest.approx((90 / 255 - 0.25) / 0.2)
-    report = convert_(
-        model, dilated_size=9, calibration=tmp_path, mean=(0.5,), std=(0.5,), input_size=(3, 8, 8)
-    )
-    assert report.layers
+# Images that are refused.
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"mean": (0.5,)}, "give mean and std, or neither"),
-        ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1, or 3"),
-        ({"mean": (0.5,), "std": (0.0,)}, "std 0 must be above 0"),
+        ({"mean": (0.5, 0.5), "std": (1.0,)}, r"mean \(0.5, 0.5\): give a number, or 3, one per"),
         (
             {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)},
             "mean 123.675,116.28,103.53 must be from 0 to 1, .* it is 0.485,0.456,0.406$",
         ),
         ({"mean": 0.5, "std": 57.375}, "std 57.375 must be from 0 to 1, .* it is 0.225$"),
-        ({"mean": -0.5, "std": 0.5}, "mean -0.5 must be from 0 to 1"),
         ({"mean": float("nan"), "std": 0.5}, "mean nan must be from 0 to 1"),
-        ({"mean": 0.5, "std": "half"}, "std 'half': give a number, or one per channel"),
+        ({"mean": 0.5, "std": "half"}, "std 'half': give a number, or 3, one per channel"),
     ],
 )
 def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, options, message):
@@ -352,9 +318,6 @@ def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, 
         calibrate(*model_and_plan, tmp_path, **options)
     with pytest.raises(DclsConvertError, match="not for tensors"):
         calibrate(*model_and_plan, torch.rand(1, 3, 8, 8), **options)
-
-
-# Images that are refused.
 
 
 @pytest.mark.parametrize(
@@ -379,17 +342,19 @@ def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images
     model, plan = model_and_plan
     for name in ("file", "a.png"):
         (tmp_path / name).write_bytes(b"x")
+    options = {}
     if isinstance(images, str):
         images = tmp_path / images
+        options = {"mean": 0, "std": 1}
     with pytest.raises(DclsConvertError, match=message):
-        calibrate(model, replace(plan, input_size=size), images)
+        calibrate(model, replace(plan, input_size=size), images, **options)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "size", "expected"),
     [
-        ((8,), torch.float32, SIZE, "(N, channels, rows, columns)"),
-        ((5, 3, 8, 8), torch.uint8, SIZE, "(N, channels, rows, columns)"),
+        ((8,), torch.float32, None, "(N, channels, rows, columns)"),
+        ((5, 3, 8, 8), torch.uint8, SIZE, "(N, 3, rows, columns)"),
         ((5, 8, 8, 3), torch.float32, SIZE, "(N, 3, rows, columns)"),
         ((8, 8, 3), torch.float16, SIZE, "(N, 3, rows, columns)"),
         ((5, 8, 1), torch.float32, (1, 8), "(N, 1, *spatial)"),
