@@ -62,6 +62,7 @@ def _comparison_sentences(outcome: Outcome) -> list[str]:
         images = count_text(outcome.files_held_out, "held-out image")
         if outcome.images > outcome.files_held_out:
             images = f"{outcome.images} crops of {images}"
+        images += " of the same folder (others may agree less)"
     lines = [f"On {images}: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)

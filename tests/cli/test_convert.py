@@ -57,6 +57,7 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
     outcome = report["outcome"]
     count = outcome["images"]
     for text in (out[out.index("Fine-tune it") :], card):
+        assert "of the same folder (others may agree less): " in text
         for agreement in (outcome, outcome["shifted"]):
             same = f"{agreement['same_top1'] * count:.0f} of {count}"
             assert f"{same} have the same top-1 class" in text

@@ -183,6 +183,11 @@ def test_a_share_of_few_images_is_not_a_percentage(images, percent):
 @pytest.mark.parametrize(
     ("images", "held_out"), [(2, "2 held-out images"), (10, "10 crops of 2 held-out images")]
 )
-def test_crops_of_held_out_images_are_not_called_images(images, held_out):
+def test_images_of_the_same_folder_are_said_to_be_and_their_crops_are_not_called_images(
+    images, held_out
+):
     outcome = Outcome(kernel_error=0.2, images=images, files_held_out=2, output_error=0.1)
-    assert outcome_sentences(outcome)[-1] == f"On {held_out}: relative error of the outputs 0.100."
+    assert outcome_sentences(outcome)[-1] == (
+        f"On {held_out} of the same folder (others may agree less): "
+        "relative error of the outputs 0.100."
+    )
