@@ -3,6 +3,7 @@
 Sizes are (channels, rows, columns).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,7 @@ HELD_OUT_EVERY = 5
 # images, enough to compare outputs on.
 MAX_FILES_HELD_OUT = 40
 CROP_SHARE = 0.75  # side of a crop, as a share of the image's side
-FILES_IN_BATCH = 8
-MAX_IN_BATCH = 64  # images; larger batches are split
+BATCH = 8  # images
 # Images whose variation within an image is a smaller share of their root mean square are refused.
 # Photographs have about 1 if normalised, 0.4 if not, and 0.002 with a mean on the scale 0..255.
 MIN_VARIATION = 3e-3
@@ -126,10 +126,12 @@ def calibrate(
             return _read_folder(
                 folder, size, transform, note, max_images=max_images, holds_out=holds_out
             )
-        batches = tuple(_given_batches(source, plan.input_size))
+        tensors = list(_given_images(source, plan.input_size))
+        every_fifth: list[Tensor] = []
         if holds_out:
-            return _with_every_fifth_held_out(batches)
-        return Calibration(batches=batches)
+            every_fifth = tensors[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+            del tensors[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        return Calibration(batches=_in_batches(tensors), held_out=_in_batches(every_fifth))
 
     calibration = read(images, holds_out=held_out is None)
     if held_out is not None:
@@ -286,7 +288,7 @@ def _read_folder(
             *corners, _ = five_crop(image, crop_size)
             held_out += map(transform, corners)
     return Calibration(
-        batches=_in_batches([*images.values()]),
+        batches=_in_batches(images.values()),
         held_out=_in_batches(held_out),
         files_held_out=len(paths_held_out),
     )
@@ -314,16 +316,11 @@ def _open_image(path: Path, channels: int) -> Image.Image:
         return upright.convert("RGB" if channels == 3 else "L")
 
 
-def _in_batches(images: Sequence[Tensor]) -> list[Tensor]:
-    firsts = range(0, len(images), FILES_IN_BATCH)
-    return [torch.stack([*images[first : first + FILES_IN_BATCH]]) for first in firsts]
-
-
 # Tensors.
 
 
-def _given_batches(images: Any, size: Sequence[int] | None) -> Iterator[Tensor]:
-    """Yield batches from one batch, several batches, single images, or the items of a loader."""
+def _given_images(images: Any, size: Sequence[int] | None) -> Iterator[Tensor]:
+    """Yield the images of one batch, several batches, single images, or the items of a loader."""
     image_axes = 3 if size is None else len(size)
     if isinstance(images, Tensor | Mapping) or not isinstance(images, Iterable):
         images = [images]
@@ -347,22 +344,12 @@ def _given_batches(images: Any, size: Sequence[int] | None) -> Iterator[Tensor]:
             )
         if batch.dim() == image_axes:
             batch = batch.unsqueeze(0)
-        if len(batch):
-            yield from batch.split(MAX_IN_BATCH)
+        yield from batch
 
 
-def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
-    """Hold out every fifth image of the batches; none if there are fewer than five."""
-    fitted: list[Tensor] = []
-    held_out: list[Tensor] = []
-    first = 0  # index of the batch's first image among all images
-    for batch in batches:
-        indices = torch.arange(first, first + len(batch), device=batch.device)
-        is_held_out = indices % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        fitted.append(batch[~is_held_out])
-        held_out.append(batch[is_held_out])
-        first += len(batch)
-    return Calibration(
-        batches=[batch for batch in fitted if len(batch)],
-        held_out=[batch for batch in held_out if len(batch)],
-    )
+def _in_batches(images: Iterable[Tensor]) -> list[Tensor]:
+    """Stack neighbours of the same size."""
+    batches: list[Tensor] = []
+    for _, neighbours in itertools.groupby(images, key=lambda image: image.shape):
+        batches += torch.split(torch.stack([*neighbours]), BATCH)
+    return batches
