@@ -21,7 +21,7 @@ class Outcome:
     images: int  # held-out images, or crops of them, on which outputs were compared
     # Images that the new layers were fitted to; not in the JSON.
     fitted_images: Annotated[int, Field(exclude=True)] = 0
-    # Number of files that `images` show, with crops of them, if they come from the folder of the
+    # Number of files among `images`, without crops of them, if they come from the folder of the
     # images that layers were fitted to; else 0. Not in the JSON.
     files_held_out: Annotated[int, Field(exclude=True)] = 0
     # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.

@@ -51,7 +51,7 @@ class Calibration:
 
     batches: Sequence[Tensor]  # images that layers are fitted to
     held_out: Sequence[Tensor] = ()  # images on which outputs are compared
-    # Number of files that `held_out` shows, with crops of them, if they come from the folder of
+    # Number of files in `held_out`, without crops of them, if they come from the folder of
     # `batches`; else 0.
     files_held_out: int = 0
 

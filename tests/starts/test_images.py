@@ -271,6 +271,12 @@ def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_
     assert len(calibrate(*model_and_plan, images[0])) == 1
 
 
+def test_images_are_in_batches_of_at_most_eight_of_one_size(model_and_plan):
+    images = [torch.rand(20, *SIZE), torch.rand(2, 3, 40, 40), torch.rand(SIZE)]
+    batches = calibrate(*model_and_plan, images, held_out=()).batches
+    assert [len(batch) for batch in batches] == [8, 8, 4, 2, 1]
+
+
 @pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (4, 2, 6), (3, 20)])
 def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_plan, sizes):
     numbers = torch.arange(sum(sizes), dtype=torch.float32)
