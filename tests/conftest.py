@@ -14,8 +14,6 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from torch import nn
 
-from dcls_convert.starts.fit_settings import FitSettings
-
 from .image_folder import write_images
 
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
@@ -45,15 +43,6 @@ def tiny() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return timm.create_model(TINY).eval()
-
-
-@pytest.fixture
-def quick_fit(monkeypatch):
-    """Fit with few steps, in tests that do not ask how close a fit comes."""
-    few = FitSettings(
-        starts_for_kernels=2, starts_for_outputs_depthwise=2, rounds=2, steps_per_round=2
-    )
-    monkeypatch.setattr("dcls_convert.starts.warm_start.SETTINGS", few)
 
 
 @pytest.fixture(autouse=True)

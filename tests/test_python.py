@@ -76,7 +76,6 @@ def shown(record):
 # What a report says.
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
     text = shown(convert_(unet(), dilated_size=7))
     assert "MACs were not counted: no input size is known" in text
@@ -89,7 +88,6 @@ def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
     assert "skipped says why" in shown(dcls_convert.predict_report(plan))
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_batches_are_compared_by_outputs_and_masks_have_no_class():
     """Batches of images and masks, as a loader yields them; held-out images give the error."""
     photos = images(10)
@@ -110,7 +108,6 @@ def test_batches_are_compared_by_outputs_and_masks_have_no_class():
     assert "calibration=images" not in text
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_images_that_are_given_to_compare_on_are_compared():
     options = {"dilated_size": 5, "input_size": SIZE, "calibration": images(3)}
     report = convert_(unet(), held_out=images(4, seed=1), **options)
@@ -119,7 +116,6 @@ def test_images_that_are_given_to_compare_on_are_compared():
         convert_(unet(), dilated_size=5, held_out=images(4), init="random")
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_a_single_image_is_said_to_be_few_and_asks_for_no_calibration():
     report = convert_(unet(), dilated_size=5, input_size=SIZE, calibration=images(1))
     text = shown(report)
@@ -131,7 +127,6 @@ def test_a_single_image_is_said_to_be_few_and_asks_for_no_calibration():
 # A sweep.
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_a_sweep_leaves_the_model_alone_and_recommends_what_convert_does():
     model = unet()
     before = state_of(model)
@@ -250,7 +245,6 @@ def test_a_model_that_only_the_meta_device_cannot_run_is_converted_with_macs():
     assert report.not_measured is None
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
     with pytest.warns(UserWarning, match="untrained") as caught:
         convert_(unet(trained=False), dilated_size=5, input_size=SIZE)

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..depthwise.devices import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..errors import DclsConvertError, PlanError, check_argument
@@ -17,11 +16,8 @@ from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.report import ConversionReport, predict_report
 from ..starts.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
-from ..starts.calibrated_layer import CalibratedLayer
 from ..starts.images import Calibration, Images, calibrate
 from ..starts.start import start_from_kernels_, start_randomly_
-from ..starts.warm_start import draw_fit_seed
-from ..text import short_list
 
 
 @torch.no_grad()
@@ -55,7 +51,7 @@ def apply_plan_(
 
     Returns:
         The report of the plan. Each of its layers has the relative error of its kernel, if it
-        starts from the old one; with a calibration, also that of its outputs, and reasons for it.
+        starts from the old one; with a calibration, also that of its outputs.
 
     Raises:
         DclsConvertError: The model is not the one that the plan is for, or does not accept the
@@ -68,38 +64,38 @@ def apply_plan_(
     groups = make_layers(model, plan)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    # Drawn for every start: without it, random starts of the same seed would be others than before.
-    seed = draw_fit_seed(generator)
-    calibrated: list[CalibratedLayer] = []
+    output_errors: dict[str, float] = {}
     kernel_errors: dict[str, float] = {}
     if init == "random":
+        # Without this number, random starts of a seed would not be those of earlier versions.
+        torch.randint(2**62, (), generator=generator, device="cpu")
         start_randomly_(model, groups, positions, generator)
     else:
         _check_float64(groups)
         statistics = _statistics(model, plan, groups, calibration, note, notify)
-        start_from_kernels_(groups, statistics, init, seed, notify)
+        start_from_kernels_(groups, statistics, init, notify)
         if statistics is not None:
-            calibrated = fit_to_outputs_(model, groups, statistics, notify)
-            _note_limits(calibrated, note)
+            output_errors = fit_to_outputs_(model, groups, statistics, notify)
         for group in groups:
             kernel_errors |= group.kernel_errors()
-    _place_(model, plan, groups, calibrated)
-    return _report_with_errors(plan, kernel_errors, calibrated)
+    with unchanged_on_failure(model):
+        insert_layers_(model, plan, groups)
+    return _report_with_errors(plan, kernel_errors, output_errors)
 
 
 def _report_with_errors(
     plan: ConversionPlan,
     kernel_errors: Mapping[str, float],
-    calibrated: Sequence[CalibratedLayer],
+    output_errors: Mapping[str, float],
 ) -> ConversionReport:
     """Return the plan's report; its layers have the errors that the start left."""
-    calibrated_of = {layer.name: layer for layer in calibrated}
     layers = []
     for layer in plan.layers:
-        layer = replace(layer, fit_error=kernel_errors.get(layer.name))
-        if layer.name in calibrated_of:
-            found = calibrated_of[layer.name]
-            layer = replace(layer, output_error=found.output_error, error_reasons=found.reasons)
+        layer = replace(
+            layer,
+            fit_error=kernel_errors.get(layer.name),
+            output_error=output_errors.get(layer.name),
+        )
         logger.debug(
             "%s: relative error of the kernel %s, of the outputs for images %s",
             layer.name,
@@ -164,35 +160,3 @@ def _statistics(
         # Outputs are not compared here, so no image need be held out.
         calibration = calibrate(model, plan, calibration, held_out=(), note=note)
     return measure_inputs(model, groups, calibration, notify)
-
-
-def _note_limits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
-    """Tell the user which layers keep their fit, for lack of samples, or a shift of their mean."""
-    count = sum(layer.keeps_fit for layer in calibrated)
-    if count:
-        note(
-            f"{count} of {len(calibrated)} layers keep the fit to their kernels, because the "
-            "images give too few samples for them; use more or larger images"
-        )
-    still_shifted = [layer.name for layer in calibrated if layer.shifted_tensor is None]
-    if still_shifted:
-        note(
-            "the mean output could not be corrected, for lack of a bias or of a BatchNorm that "
-            f"only this layer feeds: {short_list(still_shifted)}"
-        )
-
-
-def _place_(
-    model: nn.Module,
-    plan: ConversionPlan,
-    groups: Sequence[LayerGroup],
-    calibrated: Sequence[CalibratedLayer],
-) -> None:
-    """Put the layers into the model, and correct the means of their outputs."""
-    shifted = [layer for layer in calibrated if layer.shifted_tensor is not None]
-    # Biases and running means, to which the mean shifts are applied.
-    targets = [cast(Tensor, layer.shifted_tensor) for layer in shifted]
-    with unchanged_on_failure(model, values=targets):
-        insert_layers_(model, plan, groups)
-        for layer, target in zip(shifted, targets, strict=True):
-            target.add_(layer.change_of_shifted_tensor.to(target))

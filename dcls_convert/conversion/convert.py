@@ -16,7 +16,6 @@ from ..reports.report import ConversionReport, predict_report
 from ..starts.calibrate import CalibrationStatistics
 from ..starts.counts import choose_counts_by_error
 from ..starts.images import Calibration, calibrate
-from ..starts.warm_start import draw_fit_seed
 from .apply_plan import apply_plan_
 from .authors import check_elements, convert_with_authors_elements_
 from .load import build_network, load
@@ -96,7 +95,6 @@ def carry_out(
         counts, statistics = choose_counts_by_error(
             network,
             plan,
-            seed=draw_fit_seed(torch.Generator().manual_seed(request.seed)),
             calibration=images,
             notify=notify,
         )

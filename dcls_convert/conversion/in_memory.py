@@ -98,8 +98,7 @@ def convert_(
         example_inputs: For a network that takes anything but one image: what forward is called
             with, with the batch axis, of any dtype. A tensor, a tuple of tensors, or a dict of
             keyword arguments. The plan keeps shapes, dtypes and the range of integers.
-        seed: For random positions and the starting points of fits. The global generator is not
-            touched.
+        seed: For random positions. The global generator is not touched.
         progress: Show progress on stderr if the work takes more than two seconds: a bar with the
             time left on a terminal, otherwise lines. None shows it only on a terminal and in a
             notebook.

@@ -35,13 +35,9 @@ class LayerPlan(OldConv):
     # Whether a plain convolution with the constructed kernel is in its place.
     folded: Annotated[bool, Field(exclude=True)] = False
     # What the start left, if there was one: the relative errors of the kernel and, on a
-    # calibration's images, of the outputs; and reasons for the latter besides the limits of the
-    # elements. Plans with and without them are equal.
+    # calibration's images, of the outputs. Plans with and without them are equal.
     fit_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
     output_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
-    error_reasons: Annotated[tuple[str, ...], Field(exclude=True)] = field(
-        default=(), compare=False
-    )
 
     @property
     def position_kinds(self) -> tuple[str, ...]:

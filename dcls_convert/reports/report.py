@@ -49,13 +49,13 @@ FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs", "budg
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
-    *("macs_before", "macs_after", "fit_error", "output_error", "error_reasons"),
+    *("macs_before", "macs_after", "fit_error", "output_error"),
 )
 LAST_KEYS = (
     *("skipped", "stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
     *("layers_beyond_map", "not_measured"),
 )
-LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "error_reasons")
+LEFT_OUT_IF_EMPTY = ("outcome", "not_measured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +302,7 @@ def _only_loses_weights(layer: LayerPlan) -> bool:
 
 
 def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
-    """Return lines on the layers with the largest errors, with the reasons if they are known.
+    """Return lines on the layers with the largest errors.
 
     They are the errors of the table's Error column. Small errors are left out.
     """
@@ -315,8 +315,7 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
         compared = "outputs"
     lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
     for layer in sorted(layers, key=error_of, reverse=True)[:LAYERS_NAMED]:
-        parts = [f"{shortened(layer.name)}: {error_of(layer):.3f}", *layer.error_reasons]
-        lines.append(indented("; ".join(parts), "dim", by=3))
+        lines.append(indented(f"{shortened(layer.name)}: {error_of(layer):.3f}", "dim", by=3))
     return lines
 
 

@@ -41,11 +41,8 @@ class Box:
         self.interpolation = interpolation
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
-        method = find_interpolation(interpolation)
-        # Returns how elements spread along an axis, and the derivative of this with respect to
-        # their box positions: (N, E), side -> (N, E, side) each.
-        self.normalised_profile_and_slope = method.normalised_profile_and_slope
-        wanted_margin = method.support - 1
+        self.method = find_interpolation(interpolation)
+        wanted_margin = self.method.support - 1
         kernel_sizes = []
         grids = []
         sides = []
@@ -134,11 +131,20 @@ class Box:
 
     def footprint(self, box_positions: Tensor) -> Tensor:
         """Return how elements at box positions (N, E, A) spread over the box's cells: (N, E, S)."""
-        profiles = []
+        lines, elements, _ = box_positions.shape
+        footprint = box_positions.new_ones(lines, elements, 1)
         for axis, side in enumerate(self.sides):
-            profile, _ = self.normalised_profile_and_slope(box_positions[..., axis], side)
-            profiles.append(profile)
-        return product_of_profiles(profiles)
+            profile = self.method.normalised_profile(box_positions[..., axis], side)
+            footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
+        return footprint
+
+    def grid(self, steps_per_cell: int) -> Tensor:
+        """Return evenly spaced box positions between `lowest` and `highest`: (points, A)."""
+        axes = []
+        for lowest, highest in zip(self.lowest, self.highest, strict=True):
+            points = 1 + steps_per_cell * (highest - lowest)
+            axes.append(torch.linspace(lowest, highest, points))
+        return torch.cartesian_prod(*axes).reshape(-1, len(axes))
 
     def to_box(self, positions: Tensor) -> Tensor:
         """Convert positions (A, O, I, *D, E) to box positions (N, E, A)."""
@@ -149,14 +155,3 @@ class Box:
         """Convert box positions (N, E, A) to positions of shape (A, O, I, *D, E)."""
         by_line = box_positions + box_positions.new_tensor(self.origin)
         return by_line.movedim(-1, 0).reshape(shape)
-
-
-def product_of_profiles(profiles: Sequence[Tensor]) -> Tensor:
-    """Return how elements spread over a box, given how they spread along each of its axes.
-
-    (N, E, side) each -> (N, E, S).
-    """
-    footprint = profiles[0]
-    for profile in profiles[1:]:
-        footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
-    return footprint

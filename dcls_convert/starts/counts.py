@@ -1,27 +1,29 @@
-"""Scope "error": choose a kernel count for each tie group that minimises the sum of layer errors.
-
-Kernel lines are defined in `layers/elements.py`.
-"""
+"""Scope "error": choose a kernel count for each tie group, so that the sum of errors is least."""
 
 import math
-from collections.abc import Collection, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..geometry import ceil_div
+from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision
 from ..options import ERROR_SCOPE
 from ..placing.place import LayerGroup, make_layers
 from ..planning.counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
-from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
 from .boxes import Box
 from .calibrate import CalibrationStatistics, measure_inputs
+from .fit import lines_of, roots_of_lines
 from .images import Calibration
-from .warm_start import fit_elements, relative_errors
+from .positions import errors_by_count
+
+# Approximate number of pairs of input and output channels on which a group's error is measured.
+MAX_CHANNEL_PAIRS = 128
+MAX_UNITS = 1 << 21  # most units in a budget; a larger budget is counted in coarser units
 
 
 @full_precision()
@@ -29,7 +31,6 @@ def choose_counts_by_error(
     model: nn.Module,
     model_plan: ConversionPlan,
     *,
-    seed: int,
     calibration: Calibration | None,
     notify: Notify,
 ) -> tuple[LayerCounts, CalibrationStatistics | None]:
@@ -41,7 +42,6 @@ def choose_counts_by_error(
     Args:
         model: The network, with its kernels.
         model_plan: Its plan for the scope "model": the layers, their windows and the budget.
-        seed: For the starting points of fits.
         calibration: Images, or None.
         notify: Called with what is being done.
 
@@ -57,18 +57,17 @@ def choose_counts_by_error(
     if calibration is not None:
         statistics = measure_inputs(model, groups, calibration, notify)
     free_groups, limit = _free_groups(groups, model_plan)
-    group_errors: list[GroupErrors] = []
+    errors = []  # by count, for each group
     for number, group in enumerate(free_groups):
         progress = f"{number + 1} of {len(free_groups)}"
         notify(f"measuring errors of {group.title}, {progress}", number, len(free_groups))
         covariance_roots = None
         if statistics is not None:
             covariance_roots = statistics.covariance_roots(group)
-        usual_counts = {group.layer_plans[0].kernel_count, _own_count(group, model_plan.share)}
-        group_errors.append(_group_errors(group, usual_counts, covariance_roots, seed))
+        errors.append(_relative_errors(group, covariance_roots))
     counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
     if free_groups:
-        chosen = counts_of_min_error(group_errors, limit)
+        chosen = solve_knapsack([_cost(group) for group in free_groups], errors, limit)
         for group, count in zip(free_groups, chosen, strict=True):
             for layer in group.layer_plans:
                 counts[layer.name] = count
@@ -99,45 +98,30 @@ def _refuse_meta_model(groups: Sequence[LayerGroup]) -> None:
                 )
 
 
-def _own_count(group: LayerGroup, share: Fraction) -> int:
-    """Return the count that this share of the group's own dense weights pays for, at least 1."""
-    dense_weights = sum(layer.dense_weights for layer in group.layer_plans)
-    count = math.floor(share * dense_weights / _cost(group))
-    return max(1, min(count, group.layer_plans[0].cells))
-
-
 def _cost(group: LayerGroup) -> int:
     """Return the parameters that one more element per kernel adds, over all layers."""
     first = group.layer_plans[0]
     return first.lines * (len(group.layer_plans) + first.coordinates_per_element)
 
 
-def _group_errors(
-    group: LayerGroup,
-    usual_counts: Collection[int],
-    covariance_roots: Tensor | None,
-    seed: int,
-) -> GroupErrors:
-    """Return the group's error as a function of the count, measured on some of its channels."""
-    first = group.layer_plans[0]
-    box = Box.of(group.layer_plans[0])
+def _relative_errors(group: LayerGroup, covariance_roots: Tensor | None) -> list[float]:
+    """Return the sum of the layers' relative errors with 0, 1, ... elements.
+
+    They are measured on some of the channels.
+    """
+    plan = group.layer_plans[0]
+    box = Box.of(plan)
     kernels, sampled_roots = sample_channels(
-        group.effective_kernels(), covariance_roots, first.groups
+        group.effective_kernels(), covariance_roots, plan.groups
     )
-
-    def error(count: int) -> float:
-        weights, positions = fit_elements(
-            kernels, box, kernel_count=count, covariance_roots=sampled_roots, seed=seed
-        )
-        errors = relative_errors(kernels, weights, positions, box, covariance_roots=sampled_roots)
-        return sum(errors)
-
-    return GroupErrors(
-        cost=_cost(group),
-        max_count=max(first.old_cells, *usual_counts),
-        always_measured=usual_counts,
-        error=error,
-    )
+    lines = lines_of(kernels, box)
+    roots = roots_of_lines(sampled_roots, kernels[0], len(lines))
+    max_count = max(plan.old_cells, plan.kernel_count)
+    errors = errors_by_count(lines, max_count, box, roots).double()  # (L, 1 + max_count), squared
+    relative = (errors / errors[:, :1]).nan_to_num().sqrt().sum(0)  # a layer may be zero
+    if find_interpolation(plan.interpolation).is_exact_on_cells:
+        relative[plan.old_cells :] = 0
+    return relative.tolist()
 
 
 def sample_channels(
@@ -145,7 +129,7 @@ def sample_channels(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
-    About `CountSettings.max_channel_pairs` pairs of channels are kept. Output channels are thinned
+    About `MAX_CHANNEL_PAIRS` pairs of channels are kept. Output channels are thinned
     out first, then input channels, then groups, so that as many groups as possible stay.
 
     Args:
@@ -159,7 +143,7 @@ def sample_channels(
     pairs = math.prod(sizes)
     steps = [1, 1, 1]
     for axis in (output_axis, input_axis, group_axis):
-        steps[axis] = max(1, min(sizes[axis], pairs // COUNT_SETTINGS.max_channel_pairs))
+        steps[axis] = max(1, min(sizes[axis], pairs // MAX_CHANNEL_PAIRS))
         pairs //= steps[axis]
     every_group = slice(None, None, steps[group_axis])
     every_output = slice(None, None, steps[output_axis])
@@ -171,3 +155,54 @@ def sample_channels(
         return sampled, None
     grouped_roots = torch.unflatten(covariance_roots, 0, (groups, -1))
     return sampled, grouped_roots[every_group, every_input].flatten(0, 1)
+
+
+def solve_knapsack(
+    costs: Sequence[int], errors: Sequence[Sequence[float]], limit: int
+) -> list[int]:
+    """Choose one count for each group, so that the sum of errors is least within the limit.
+
+    This is a multiple-choice knapsack problem. It is solved exactly, for any errors, by dynamic
+    programming over the parameters spent. Among choices with equal sums, the one with fewer
+    parameters wins. If the limit has more than `MAX_UNITS` units, each group's costs are rounded up
+    to coarser units: the result stays within the limit, but a better one may exist.
+
+    Args:
+        costs: Parameters that one more element per kernel adds, for each group.
+        errors: Errors of each group with 0, 1, ... elements; at least 1 is chosen.
+        limit: Maximum number of parameters of all groups together.
+    """
+    unit = max(math.gcd(*costs), ceil_div(limit, MAX_UNITS))
+    # min_sum[u] is the least sum of errors of the groups so far, if they spend at most u units.
+    min_sum = torch.zeros(limit // unit + 1, dtype=torch.float64)
+    picks_of_groups = []
+    for cost, error_of_count in zip(costs, errors, strict=True):
+        min_sum, picks = _add_group(min_sum, cost, error_of_count, unit)
+        picks_of_groups.append(picks)
+    assert min_sum[-1].isfinite(), "the planner refuses a limit below one element for each group"
+    # Go back from the last group to the first, along the picks that led to the least sum.
+    units_left = int((min_sum == min_sum[-1]).nonzero()[0])
+    chosen = []
+    for cost, picks in zip(reversed(costs), reversed(picks_of_groups), strict=True):
+        count = int(picks[units_left])
+        chosen.append(count)
+        units_left -= ceil_div(cost * count, unit)
+    chosen.reverse()
+    return chosen
+
+
+def _add_group(
+    min_sum: Tensor, cost: int, error_of_count: Sequence[float], unit: int
+) -> tuple[Tensor, Tensor]:
+    """Add a group: return the new least sums, and the group's count in each of them."""
+    with_group = torch.full_like(min_sum, torch.inf)
+    picks = torch.zeros(len(min_sum), dtype=torch.int16)
+    for count in range(1, len(error_of_count)):
+        spent = ceil_div(cost * count, unit)
+        if spent >= len(min_sum):
+            break
+        sums = min_sum[: len(min_sum) - spent] + error_of_count[count]
+        better = sums < with_group[spent:]
+        with_group[spent:] = torch.where(better, sums, with_group[spent:])
+        picks[spent:][better] = count
+    return with_group, picks

@@ -17,7 +17,7 @@ from ..placing.place import LayerGroup
 from ..progress import Notify
 from .boxes import Box
 from .calibrate import CalibrationStatistics
-from .warm_start import fit_elements
+from .fit import fit_elements
 
 
 def start_randomly_(
@@ -81,7 +81,6 @@ def start_from_kernels_(
     groups: Sequence[LayerGroup],
     statistics: CalibrationStatistics | None,
     init: Init,
-    seed: int,
     notify: Notify,
 ) -> None:
     """Give the layers the largest cells of the old kernels, or fit elements to them.
@@ -104,7 +103,7 @@ def start_from_kernels_(
         covariance_roots = None
         if statistics is not None:
             covariance_roots = statistics.covariance_roots(group)
-        _fill_from_kernels_(group, covariance_roots, init, seed)
+        _fill_from_kernels_(group, covariance_roots, init)
         first = last + 1
         done_weights += _dense_weights(group)
 
@@ -113,9 +112,7 @@ def _dense_weights(group: LayerGroup) -> int:
     return sum(plan.dense_weights for plan in group.layer_plans)
 
 
-def _fill_from_kernels_(
-    group: LayerGroup, covariance_roots: Tensor | None, init: Init, seed: int
-) -> None:
+def _fill_from_kernels_(group: LayerGroup, covariance_roots: Tensor | None, init: Init) -> None:
     """Fill the layers with the largest cells of the old kernels, or with fitted elements.
 
     Args:
@@ -131,9 +128,7 @@ def _fill_from_kernels_(
     if init != "fit":
         _fill_(group, largest)
         return
-    fitted = fit_elements(
-        effective, box, kernel_count=count, covariance_roots=covariance_roots, seed=seed
-    )
+    fitted = fit_elements(effective, box, kernel_count=count, covariance_roots=covariance_roots)
     _fill_(group, fitted)
     if any(layer.traits.transform_weight for layer in group.layers):
         # Weight standardisation transforms the elements and can undo the fit. The largest cells

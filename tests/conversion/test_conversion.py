@@ -330,7 +330,6 @@ def saved_and_loaded(model, folder):
     load_converted(folder, model=model)
 
 
-@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("convert_somehow", [converted, calibrated, planned, saved_and_loaded])
 def test_a_network_can_be_converted_in_inference_mode_and_trained_after_it(
     convert_somehow, tmp_path
@@ -352,7 +351,6 @@ def test_a_model_that_is_falsy_is_converted():
     assert isinstance(model.get_submodule("1.0.0"), DclsConv2d)
 
 
-@pytest.mark.usefixtures("quick_fit")
 def test_the_normalisation_of_a_calibration_stays_with_the_model(tmp_path):
     write_images(tmp_path / "photos")
     model = timm.create_model(TINY, pretrained_cfg_overlay={"input_size": (3, 32, 32)})

@@ -21,7 +21,6 @@ from dcls_convert.networks.input_tensors import image_inputs
 from ..starts.networks import INPUT_SIZE, network, smooth_noise
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_fit"),  # operations on the simulated GPU are slow
     # torch scripts its decompositions when a dispatch mode is active.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.skipif(
@@ -138,7 +137,7 @@ def simulated_gpu():
     "options",
     [
         pytest.param({"init": "random"}, id="random"),
-        pytest.param({"calibration": [smooth_noise(2)]}, id="calibration", marks=pytest.mark.slow),
+        pytest.param({"calibration": [smooth_noise(2)]}, id="calibration"),
     ],
 )
 def test_a_model_on_a_gpu_stays_there_and_gives_the_same_result_as_on_the_cpu(options, monkeypatch):

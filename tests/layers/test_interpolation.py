@@ -205,29 +205,12 @@ def test_an_axis_of_one_cell_has_no_effect(interpolation, axis):
 # The records of interpolations.
 
 
-@every_interpolation
-@pytest.mark.parametrize("length", [1, 2, 6])
-def test_the_profile_of_fits_is_normalised_and_comes_with_its_derivative(interpolation, length):
-    method = INTERPOLATIONS[interpolation]
-    cells = torch.cat(
-        [torch.arange(length).double(), torch.linspace(0, length - 1, 51, dtype=torch.double)]
-    )
-
-    def normalised(places):
-        value = method.profile(places, torch.full_like(places, method.initial_sigma or 1.0), length)
-        return value / value.sum(-1, keepdim=True)
-
-    slope = torch.autograd.functional.jacobian(lambda places: normalised(places).sum(0), cells).T
-    for variant in (method, replace(method, fast_profile_and_slope=None)):
-        close(variant.normalised_profile_and_slope(cells, length), (normalised(cells), slope))
-
-
 def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     gaussian = INTERPOLATIONS["gaussian"]  # here, all elements have a width of 1 cell
     monkeypatch.setitem(
         INTERPOLATIONS,
         "bell",
-        Interpolation(profile=gaussian.profile, slope=gaussian.slope, support=8),
+        Interpolation(profile=gaussian.profile, support=8),
     )
     layer = DclsConv2d(
         1, 2, kernel_count=2, dilated_kernel_size=(5, 8), interpolation="bell"
@@ -239,7 +222,7 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     )
     # A fit spreads an element exactly as kernel construction does.
     cells = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
-    value, _ = Box((5,), (1,), (5,), "bell").normalised_profile_and_slope(cells, 5)
+    value = Box((5,), (1,), (5,), "bell").footprint(cells.unsqueeze(2))
     weight = torch.ones(9, 1, 1, dtype=torch.float64)
     positions = cells.reshape(1, 9, 1, 1) - 2
     close(value[0], construct_kernel(weight, positions, (5,), interpolation="bell")[:, 0])
