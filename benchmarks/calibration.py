@@ -1,7 +1,7 @@
 """Measure what a calibration costs, and how close it keeps outputs, with many and with few images.
 
     python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
-    python benchmarks/calibration.py --many [--images N] [--in-step N] [--threads N]
+    python benchmarks/calibration.py --many [--images N] [--threads N]
     python benchmarks/calibration.py --few [--label LABEL] [--only NETWORK ...]
     python benchmarks/calibration.py --table
 
@@ -12,7 +12,7 @@ its ImageNet weights.
 
 With --many, EfficientNet-Lite0 is calibrated on a folder of photographs and compared with the
 original on other photographs. This prints the processor time and `more_mib` of reading and
-converting together. --in-step sets how many images go through the old and the new network at once.
+converting together.
 
 With --few, three small networks of timm are trained on digits of 32 pixels, and EfficientNet-Lite1
 has its ImageNet weights and photographs of 160 pixels. They are calibrated on few images, tiny
@@ -24,7 +24,6 @@ benchmarks/results/calibration.jsonl.
 
 import argparse
 import copy
-import functools
 import json
 import time
 from collections.abc import Callable
@@ -40,7 +39,6 @@ from measuring import (
     add_results_options_,
     markdown_table,
     peak_bytes,
-    replaced,
     reset_peak_bytes,
     script_parser,
     stored,
@@ -86,14 +84,14 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
     """Measure time and memory of one calibration."""
     import timm
     import torch
-    from lite0 import pretrained_network
+    from trained import trained_network
 
     import dcls_convert
-    from dcls_convert.starts.images import Calibration
 
-    network = (
-        pretrained_network() if options.model == LITE0 else timm.create_model(options.model).eval()
-    )
+    if options.model == LITE0:
+        network = trained_network(LITE0)
+    else:
+        network = timm.create_model(options.model).eval()
     noise = torch.randn(options.images, 3, 236, 236)
     images = 3 * torch.nn.functional.avg_pool2d(noise, 13, stride=1)
     batches = images.split(BATCH)
@@ -105,7 +103,7 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
 
     seconds(forward)
     forward_seconds = min(seconds(forward) for _ in range(3))
-    calibration = Calibration(batches=tuple(batches))
+    calibration = dcls_convert.Calibration(batches=batches)
     converted = copy.deepcopy(network)
     convert_seconds, more_mib = seconds_and_more_mib(
         lambda: dcls_convert.convert_(
@@ -132,15 +130,12 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     """Calibrate EfficientNet-Lite0 on photographs; measure the cost, and how close outputs stay."""
-    from lite0 import compare_logits, crops, logits, pixels, pretrained_network
+    from photographs import compare_logits, crops, logits, pixels
+    from trained import trained_network
 
     import dcls_convert
-    from dcls_convert.starts import calibrate
 
-    settings = calibrate.CalibrationSettings
-    if options.in_step is not None:
-        settings = functools.partial(settings, images_per_pass=options.in_step)
-    network = pretrained_network()
+    network = trained_network(LITE0)
     to_test = pixels(crops(1, TEST_CROPS, seed=1))
     expected = logits(network, to_test)
     plan_options = {"dilated_size": options.dilated_size, "scope": options.scope}
@@ -153,11 +148,9 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
             images = dcls_convert.calibrate(network, plan, folder, most_images=options.images)
             dcls_convert.convert_(network, calibration=images, **plan_options)
 
-        with replaced(calibrate, "CalibrationSettings", settings):
-            convert_seconds, more_mib = seconds_and_more_mib(convert)
+        convert_seconds, more_mib = seconds_and_more_mib(convert)
     return {
         "images": options.images,
-        "in_step": options.in_step,
         "threads": options.threads,
         "convert_s": round(convert_seconds, 1),
         "more_mib": more_mib,
@@ -227,8 +220,9 @@ def digits_task(name: str) -> Task:
 
 
 def photographs_task() -> Task:
-    from lite0 import crops, pixels, pretrained_network
+    from photographs import crops, pixels
     from torch.nn.functional import interpolate
+    from trained import trained_network
 
     def shrunk(half: int, count: int, seed: int) -> "Tensor":
         side = (PHOTOGRAPHS_SIDE, PHOTOGRAPHS_SIDE)
@@ -237,7 +231,7 @@ def photographs_task() -> Task:
 
     return Task(
         name=LITE1,
-        network=pretrained_network(LITE1),
+        network=trained_network(LITE1),
         to_calibrate=shrunk(0, 80, seed=0),
         to_test=shrunk(1, TEST_CROPS, seed=1),
         black=-1.0,
@@ -272,15 +266,14 @@ def measure_few(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
     """Measure how far the converted network is from the original, on the test images."""
-    from lite0 import compare_logits, logits
+    from photographs import compare_logits, logits
 
     import dcls_convert
 
     model = copy.deepcopy(task.network)
     calibration = None
     if source != "fit":
-        batches = tuple(task.images(source).split(BATCH))
-        calibration = dcls_convert.starts.images.Calibration(batches=batches)
+        calibration = dcls_convert.Calibration(batches=task.images(source).split(BATCH))
     dcls_convert.convert_(
         model,
         dilated_size=SETTINGS["dilated_size"],
@@ -321,7 +314,6 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--many", action="store_true", help="read a folder of photographs")
-    parser.add_argument("--in-step", type=int, help="with --many")
     parser.add_argument("--few", action="store_true", help="compare outputs after few images")
     parser.add_argument("--label", default=THIS_CHECKOUT, help="of the rows of --few")
     parser.add_argument("--only", nargs="+", choices=NETWORKS, help="networks of --few")

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,19 +74,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
-
-
-def fastest_in_turn(ways: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Time each way once per round, after one warm-up; return the least seconds of each."""
-    for way in ways:
-        way()
-    fastest = [math.inf] * len(ways)
-    for _ in range(rounds):
-        for index, way in enumerate(ways):
-            start = time.perf_counter()
-            way()
-            fastest[index] = min(fastest[index], time.perf_counter() - start)
-    return fastest
 
 
 # Settings of the package.

@@ -1,27 +1,32 @@
-"""Measure how well a conversion keeps the outputs of a pretrained network.
+"""Measure how well a conversion keeps the outputs of trained networks.
 
-    python benchmarks/pretrained.py [--only ROW ...] [--table]
+    python benchmarks/pretrained.py [--networks NAME ...] [--images N ...] [--draws N ...]
+                                    [--only ROW ...] [--label LABEL]
+    python benchmarks/pretrained.py --table
 
-EfficientNet-Lite0 is converted and compared with the original on photographs; see lite0.py. The
-photographs are split into two halves: crops of one half are for calibration, crops of the other for
-testing. Then the halves change places. Each row is one way to convert: its start, its budget in
-percent, and what differs from scope model, ties per stage and window 9. The measures on the test
-crops are the share with the same top-1 class, KL(old || new) of the softmax in nats, and
-|new - old| / |old| of the logits of all crops.
+Networks are converted and compared with the originals on photographs; see trained.py and
+photographs.py. The photographs are split into two halves: crops of one half are for calibration,
+crops of the other for testing. Then the halves change places. Each row is one way to convert: its
+start, its budget in percent, and what differs from scope model, ties per stage and window 9.
+EfficientNet-Lite0 is converted in all ways, with 64 images. The ways of scope error are measured
+for all networks, with 5 and 25 images, and each with three draws of the images.
 
-Results go to benchmarks/results/pretrained.jsonl; a new call measures the missing rows. Stored rows
-named healed were also trained on the photographs for calibration, with the original as a teacher
-and Mixup, and are not measured again.
+The measures on the test crops are the share with the same top-1 class, KL(old || new) of the
+softmax in nats, and |new - old| / |old| of the logits of all crops. Seconds are processor time.
+
+To measure another checkout, point PYTHONPATH at it, and name its rows with --label. Results go to
+benchmarks/results/pretrained.jsonl; a new call measures the missing rows. Stored rows named healed
+were also trained on the photographs for calibration, with the original as a teacher and Mixup, and
+are not measured again.
 """
 
 import argparse
 import copy
+import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import (
@@ -35,14 +40,21 @@ from measuring import (
 )
 
 if TYPE_CHECKING:  # these import torch, which --table does not need
-    from lite0 import Fold
     from torch import Tensor, nn
 
     from dcls_convert import ConversionReport
 
 PACKAGES = ("torch", "timm", "dcls-convert", "scikit-image", "scikit-learn", "matplotlib")
-FOLDS = (0, 1)
-SEED = 0
+FOLDS = (0, 1)  # halves for calibration
+DRAWS = (0, 1, 2)  # seeds of the images for calibration
+TEST_SEED = 1
+BATCH = 8  # images, as when a calibration reads a folder
+LITE0 = "tf_efficientnet_lite0"
+SMALL_RESNET = "small_resnet"
+NETWORKS = (LITE0, "tf_efficientnet_lite1", SMALL_RESNET)
+ALL_WAYS_IMAGES = 64
+FEW_IMAGES = (5, 25)
+THIS_CHECKOUT = "now"  # label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,110 +96,172 @@ ROWS = {
         *(Row(start="calibrated", budget=budget, scope="error") for budget in (60, 80, 100)),
         *(Row(start=start, tie="none") for start in ("fit", "calibrated")),
         *(Row(start="calibrated", window=window) for window in (5, 13)),
-        *(Row(start=start, budget=60, healed=True) for start in ("fit", "calibrated")),
+        Row(start="fit", budget=60, healed=True),
     )
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One network that is converted in one way."""
+
+    network: str
+    row: Row
+    images: int  # for calibration
+    draw: int
+
+
+def all_cases() -> list[Case]:
+    cases = []
+    for row in ROWS.values():
+        if not row.healed:
+            cases.append(Case(network=LITE0, row=row, images=ALL_WAYS_IMAGES, draw=0))
+    for network, images, draw in itertools.product(NETWORKS, FEW_IMAGES, DRAWS):
+        for row in ROWS.values():
+            if row.scope == "error":
+                cases.append(Case(network=network, row=row, images=images, draw=draw))
+    return cases
 
 
 # Measuring.
 
 
-def convert(fold: "Fold", row: Row) -> "tuple[nn.Module, ConversionReport]":
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """A network, and one half of the photographs for calibration, the other half for testing."""
+
+    number: int  # of the half for calibration
+    name: str
+    network: "nn.Module"  # not converted
+    tests: "Tensor"  # test crops (N, 3, rows, columns)
+    outputs: "Tensor"  # the network's outputs for the test crops (N, classes)
+
+
+def images_for(name: str, half: int, count: int, seed: int) -> "Tensor":
+    """Return random crops of a half of the photographs, as the network takes them."""
+    from photographs import crops, pixels, small_crops
+
+    if name == SMALL_RESNET:
+        return pixels(small_crops(half, count, seed=seed))
+    return pixels(crops(half, count, seed=seed))
+
+
+def make_fold(name: str, number: int, test_crops: int) -> Fold:
+    """Load a network, and compute its outputs for the test crops."""
+    from photographs import logits
+    from trained import trained_network
+
+    network = trained_network(name)
+    tests = images_for(name, 1 - number, test_crops, TEST_SEED)
+    return Fold(
+        number=number, name=name, network=network, tests=tests, outputs=logits(network, tests)
+    )
+
+
+def convert(fold: Fold, case: Case, images: "Tensor") -> "tuple[nn.Module, ConversionReport]":
     """Return the converted network and its report."""
     import dcls_convert
 
     model = copy.deepcopy(fold.network)
+    row = case.row
+    start = row.start
+    calibration = None
+    if start == "calibrated":
+        start = "fit"
+        calibration = dcls_convert.Calibration(batches=images.split(BATCH))
     report = dcls_convert.convert_(
         model,
+        input_size=tuple(images.shape[1:]),
         dilated_size=row.window,
         budget=row.budget,
         scope=row.scope,
         tie=row.tie,
-        init="fit" if row.start == "calibrated" else row.start,  # type: ignore[arg-type]
-        calibration=fold.folder if row.start == "calibrated" else None,
+        init=start,  # type: ignore[arg-type]
+        calibration=calibration,
     )
     return model, report
 
 
-def measure(fold: "Fold", row: Row) -> dict[str, Any]:
-    """Measure one row of one fold: numbers of the report, and the measures on the test crops."""
-    from lite0 import compare_logits, logits
+def measure(fold: Fold, case: Case) -> dict[str, Any]:
+    """Measure one case of one fold: numbers of the report, and the measures on the test crops."""
+    from photographs import compare_logits, logits
 
-    begun = time.perf_counter()
-    if row.start in YARDSTICKS:
-        measured = {
-            "row": row.name,
-            "fold": fold.number,
-            "params": None,
-            "kernel_counts": [],
-            "kernel_error": None,
-            "summed_error": None,
-            "seconds": 0.0,
-        }
-        return measured | compare_logits(fold.outputs, yardstick(fold, row.start))
-    model, report = convert(fold, row)
+    measured = {"params": None, "kernel_counts": [], "kernel_error": None, "seconds": 0.0}
+    if case.row.start in YARDSTICKS:
+        outputs = yardstick(fold, case.row.start)
+        return measured | compare_logits(fold.outputs, outputs)
+    images = images_for(fold.name, fold.number, case.images, case.draw)
+    begun = time.process_time()
+    model, report = convert(fold, case, images)
+    measured["seconds"] = time.process_time() - begun
+    measured["params"] = report.params.after
+    measured["kernel_counts"] = sorted({layer.kernel_count for layer in report.layers})
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
-    measured = {
-        "row": row.name,
-        "fold": fold.number,
-        "params": report.params.after,
-        "kernel_counts": sorted({layer.kernel_count for layer in report.layers}),
-        "kernel_error": statistics.fmean(errors) if errors else None,
-        "summed_error": sum(errors) if errors else None,
-        "seconds": time.perf_counter() - begun,
-    }
+    if errors:
+        measured["kernel_error"] = statistics.fmean(errors)
     return measured | compare_logits(fold.outputs, logits(model, fold.tests))
 
 
-def yardstick(fold: "Fold", name: str) -> "Tensor":
+def yardstick(fold: Fold, name: str) -> "Tensor":
     """Return the network's logits for the test crops, with weights in bfloat16 or moved crops."""
-    from lite0 import logits, torch
+    import torch
+    from photographs import logits
 
     if name == "bf16-weights":
         return logits(copy.deepcopy(fold.network).bfloat16().float(), fold.tests)
     return logits(fold.network, torch.cat([fold.tests[..., :1], fold.tests[..., :-1]], dim=-1))
 
 
+def key(label: str, case: Case, fold: int) -> dict[str, Any]:
+    """Return the entries that tell a stored row from all others."""
+    return {
+        "label": label,
+        "network": case.network,
+        "row": case.row.name,
+        "images": case.images,
+        "draw": case.draw,
+        "fold": fold,
+    }
+
+
+def missing_cases(
+    options: argparse.Namespace, rows: Sequence[dict[str, Any]], network: str, fold: int
+) -> list[Case]:
+    """Return the cases of a network and fold that the options name, and that no row has yet."""
+    cases = []
+    for case in all_cases():
+        is_wanted = (
+            case.network == network
+            and case.row.name in options.only
+            and case.images in options.images
+            and case.draw in options.draws
+        )
+        entries = key(options.label, case, fold)
+        if is_wanted and not any(entries.items() <= row.items() for row in rows):
+            cases.append(case)
+    return cases
+
+
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure and store what is not stored yet; return all rows."""
     import torch
-    from lite0 import make_fold, pretrained_network
 
-    settings = {
-        "calibration_crops": options.calibration_crops,
-        "test_crops": options.test_crops,
-        "threads": options.threads,
-        "seed": SEED,
-    }
-    stored_before = stored_rows(options.output, settings=settings)
+    settings = {"test_crops": options.test_crops, "threads": options.threads}
     results = Results(
         path=options.output,
         command="python benchmarks/pretrained.py",
         settings=settings,
-        rows=stored_before,
+        rows=stored_rows(options.output, settings=settings),
         packages=PACKAGES,
     )
-    done = {(row["row"], row["fold"]) for row in results.rows}
-    rows = [row for row in ROWS.values() if not row.healed]
-    if options.only:
-        rows = [row for row in rows if row.name in options.only]
     torch.set_num_threads(options.threads)
-    network = pretrained_network()
-    numbers = {
-        "calibrating": options.calibration_crops,
-        "testing": options.test_crops,
-        "seed": SEED,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        folds = [
-            make_fold(number, network, scratch / f"crops{number}", **numbers)
-            for number in options.folds
-        ]
-        for row in rows:
-            for fold in folds:
-                if (row.name, fold.number) not in done:
-                    results.add_(measure(fold, row))
+    for name, number in itertools.product(options.networks, FOLDS):
+        cases = missing_cases(options, results.rows, name, number)
+        if not cases:
+            continue
+        fold = make_fold(name, number, options.test_crops)
+        for case in cases:
+            results.add_(key(options.label, case, number) | measure(fold, case))
     return results.rows
 
 
@@ -197,39 +271,41 @@ MEASURES = {"same_top1": "same top-1", "kl": "KL", "logits_error": "logits' erro
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown: the mean over the folds and, if they differ, each of them."""
+    """Return Markdown: a line for each network, number of images, row and label."""
     header = [
+        "network",
+        "images",
         "row",
+        "version",
         "kernel counts",
         "parameters",
         "kernel error",
-        "summed",
         "s",
         *MEASURES.values(),
     ]
-    lines = []
-    # Stored rows that can no longer be measured, of scopes of version 0.1.0, come last.
-    for name in dict.fromkeys([*ROWS, *(row["row"] for row in rows)]):
-        members = [row for row in rows if row["row"] == name]
-        if members:
-            lines.append(line(name, sorted(members, key=lambda row: row["fold"])))
-    return markdown_table(header, lines)
+    members: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {}
+    names = [*ROWS]
+    for row in rows:
+        network = NETWORKS.index(row["network"])
+        place = (network, -row["images"], names.index(row["row"]), row["label"])
+        members.setdefault(place, []).append(row)
+    return markdown_table(header, [line(members[place]) for place in sorted(members)])
 
 
-def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
-    counts = dict.fromkeys(least_and_most(row["kernel_counts"]) for row in members)
+def line(members: Sequence[dict[str, Any]]) -> list[str]:
+    first = members[0]
+    counts = {count for row in members for count in row["kernel_counts"]}
     seconds = statistics.fmean(row["seconds"] + row.get("healing_seconds", 0) for row in members)
-    errors = [
-        cell([row[key] for row in members], ".3f") for key in ("kernel_error", "summed_error")
-    ]
-    measures = [cell([row[key] for row in members], ".3f") for key in MEASURES]
     return [
-        name,
-        ", ".join(counts),
-        cell([row["params"] for row in members], ",.0f"),
-        *errors,
+        first["network"],
+        str(first["images"]),
+        first["row"],
+        first["label"],
+        least_and_most(sorted(counts)),
+        mean(members, "params", ",.0f"),
+        mean(members, "kernel_error", ".3f"),
         f"{seconds:.0f}",
-        *measures,
+        *(mean_and_draws(members, measure) for measure in MEASURES),
     ]
 
 
@@ -238,22 +314,38 @@ def least_and_most(counts: Sequence[int]) -> str:
     return "-".join(map(str, sorted({*counts[:1], *counts[-1:]})))
 
 
-def cell(values: Sequence[float], form: str) -> str:
+def mean(members: Sequence[dict[str, Any]], name: str, form: str) -> str:
+    """Format the mean over folds and draws."""
+    values = [row[name] for row in members]
     if None in values:
         return ""
-    mean = format(statistics.fmean(values), form)
-    texts = [format(value, form) for value in values]
-    return mean if set(texts) == {mean} else f"{mean} ({', '.join(texts)})"
+    return format(statistics.fmean(values), form)
+
+
+def mean_and_draws(members: Sequence[dict[str, Any]], name: str) -> str:
+    """Format the mean; in brackets, the mean of each draw, if they differ."""
+    of_all = mean(members, name, ".3f")
+    of_draws = []
+    for draw in DRAWS:
+        of_draw = [row for row in members if row["draw"] == draw]
+        if of_draw:
+            of_draws.append(mean(of_draw, name, ".3f"))
+    if set(of_draws) == {of_all}:
+        return of_all
+    return f"{of_all} ({', '.join(of_draws)})"
 
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    images = (ALL_WAYS_IMAGES, *FEW_IMAGES)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
+    parser.add_argument("--images", nargs="+", type=int, choices=images, default=images)
+    parser.add_argument("--draws", nargs="+", type=int, choices=DRAWS, default=DRAWS)
     parser.add_argument(
-        "--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half for calibration"
+        "--only", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW", help=", ".join(ROWS)
     )
-    parser.add_argument("--calibration-crops", type=int, default=64)
-    parser.add_argument("--test-crops", type=int, default=120)
+    parser.add_argument("--label", default=THIS_CHECKOUT, help="of the new rows")
+    parser.add_argument("--test-crops", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)
     add_results_options_(parser, RESULTS / "pretrained.jsonl")
     options = parser.parse_args()
