@@ -210,4 +210,6 @@ def _solve_weights_(conv: Conv, layer: DclsConvNd, moments: InputMoments) -> flo
     new_lines = (weights.unsqueeze(1) @ footprint).squeeze(1)
     bias = 0.0 if conv.bias is None else conv.bias.double()
     old = moments.mean_square_output(old_lines, bias)
-    return math.sqrt(moments.mean_square_output(new_lines - old_lines, 0.0) / old) if old else 0.0
+    if not old:
+        return 0.0
+    return math.sqrt(moments.mean_square_output(new_lines - old_lines, 0.0) / old)

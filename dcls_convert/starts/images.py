@@ -313,7 +313,7 @@ def _open_image(path: Path, channels: int) -> Image.Image:
         upright = ImageOps.exif_transpose(image)
         if has_16_bits:  # Pillow's own conversion would clip values to 8 bits
             upright = upright.convert("I").point(lambda value: value / 257).convert("L")
-        return upright.convert("RGB" if channels == 3 else "L")
+        return upright.convert({1: "L", 3: "RGB"}[channels])
 
 
 # Tensors.
@@ -321,7 +321,9 @@ def _open_image(path: Path, channels: int) -> Image.Image:
 
 def _given_images(images: Any, size: Sequence[int] | None) -> Iterator[Tensor]:
     """Yield the images of one batch, several batches, single images, or the items of a loader."""
-    image_axes = 3 if size is None else len(size)
+    image_axes = 3
+    if size is not None:
+        image_axes = len(size)
     if isinstance(images, Tensor | Mapping) or not isinstance(images, Iterable):
         images = [images]
     for item in images:

@@ -25,13 +25,13 @@ from .boxes import Box
 # 256 give the same weights.
 SAMPLES_PER_IMAGE = 128
 # Patches are copied in parts of this size: allocating more takes as long as filling it.
-FLOATS_AT_ONCE = 1 << 20
+PATCH_FLOATS_AT_ONCE = 1 << 20
 
 # Factors of `InputMoments.costs`, chosen by benchmarks/pretrained.py.
 KERNEL_PRIOR = 1e-2  # a
 SHARED_CORRELATION = 0.2  # c
 # Lower bound on the mean square of a line's input, as a share of that of all lines.
-MIN_SHARE = 1e-3
+MIN_SQUARE_SHARE = 1e-3
 MIN_SQUARE = 1e-12  # if there is no input at all
 
 
@@ -60,7 +60,7 @@ class InputMoments:
             input = input.unsqueeze(0)
         patches = self._sampled_patches(self.layer.pad_input(input.detach()))
         samples = patches[0].numel() // self.patch_length
-        groups_at_once = max(1, FLOATS_AT_ONCE // (samples * self.patch_length))
+        groups_at_once = max(1, PATCH_FLOATS_AT_ONCE // (samples * self.patch_length))
         dtype = torch.promote_types(patches.dtype, torch.float32)
         if self._origin is None:
             sample_axes = tuple(range(-1 - self.layer.dims, 0))
@@ -139,7 +139,7 @@ class InputMoments:
         cells = math.prod(self.box.sides)
         squares = costs.diagonal(dim1=1, dim2=2).reshape(self.line_groups, -1, cells)
         squares = squares.mean(-1)  # (G, R)
-        squares = squares.maximum(MIN_SHARE * squares.mean() + MIN_SQUARE)
+        squares = squares.maximum(MIN_SQUARE_SHARE * squares.mean() + MIN_SQUARE)
         squares = squares.repeat_interleave(cells, dim=1)  # (G, R * S)
         costs.diagonal(dim1=1, dim2=2).add_(KERNEL_PRIOR * squares)
         if self.patch_length == cells:

@@ -27,12 +27,12 @@ MAX_POINTS = 1200
 MAX_POINTS_BY_COUNT = 300  # for errors at every count, which take more steps
 # All elements move when there are this many times as many as when they last moved. Moving them more
 # often takes longer, and finds hardly better places.
-GROWTH = 1.5
-GROWTH_BY_COUNT = 1.1  # for errors at every count
+MOVE_AT_GROWTH = 1.5
+MOVE_AT_GROWTH_BY_COUNT = 1.1  # for errors at every count
 REFINEMENTS = 3  # how often the last step is halved, beginning with half a step of the grid
 # Added to the energy of atoms, as a share of the energy of an element on a cell. It bounds the
 # weights of elements that nearly coincide.
-RIDGE = 1e-4
+ATOM_RIDGE = 1e-4
 MIN_ENERGY = 1e-12  # of a cell whose input never varies
 FLOATS_AT_ONCE = 2_000_000  # of the largest tensor; larger ones leave the CPU's cache
 
@@ -64,7 +64,7 @@ def fit_lines(
     weights = []
     steps_per_cell = _steps_per_cell(box, MAX_POINTS)
     for search in _searches(targets, count, box, roots, steps_per_cell):
-        search.add_elements_(count, GROWTH)
+        search.add_elements_(count, MOVE_AT_GROWTH)
         for halvings in range(1, 1 + REFINEMENTS):
             search.refine_(0.5**halvings / steps_per_cell)
         positions.append(search.positions)
@@ -82,7 +82,7 @@ def errors_by_count(targets: Tensor, max_count: int, box: Box, roots: LineRoots 
     steps_per_cell = _steps_per_cell(box, MAX_POINTS_BY_COUNT)
     for search in _searches(targets, max_count, box, roots, steps_per_cell):
         errors = [search.targets.square().sum(-1)]  # (N, L) each
-        errors += search.add_elements_(max_count, GROWTH_BY_COUNT)
+        errors += search.add_elements_(max_count, MOVE_AT_GROWTH_BY_COUNT)
         total += torch.stack(errors, dim=-1).sum(0)
     return total
 
@@ -139,11 +139,11 @@ class _Search:
         self.box = box
         self.roots = roots
         self.targets = targets  # (N, L, S), multiplied by the roots
-        self.ridge = targets.new_full((len(targets), 1), RIDGE)  # (N, 1)
+        self.ridge = targets.new_full((len(targets), 1), ATOM_RIDGE)  # (N, 1)
         if roots is not None:
             self.targets = targets @ roots
             cell_energy = roots.square().sum(-1).mean(-1, keepdim=True)
-            self.ridge = RIDGE * cell_energy + MIN_ENERGY
+            self.ridge = ATOM_RIDGE * cell_energy + MIN_ENERGY
         self.lines = torch.arange(len(targets), device=targets.device)
         self.lowest = targets.new_tensor(box.lowest)
         self.highest = targets.new_tensor(box.highest)
@@ -221,4 +221,6 @@ class _Search:
     def _atoms(self, positions: Tensor) -> Tensor:
         """Return the atoms of box positions (N, J, A): (N, J, S)."""
         atoms = self.box.footprint(positions)
-        return atoms if self.roots is None else atoms @ self.roots
+        if self.roots is None:
+            return atoms
+        return atoms @ self.roots
