@@ -18,7 +18,7 @@ With --few, three small networks of timm are trained on digits of 32 pixels, and
 has its ImageNet weights and photographs of 160 pixels. They are calibrated on few images, tiny
 images and useless images, and compared with the original on images that nothing was fitted to.
 To measure the calibration of another checkout, point PYTHONPATH at it, and name its rows with
---label; if that calibration fails, the row has its error. Results go to
+--label. If a calibration fails, the row has its error. Results go to
 benchmarks/results/calibration.jsonl.
 """
 
@@ -256,8 +256,6 @@ def measure_few(options: argparse.Namespace) -> list[dict[str, Any]]:
                 try:
                     measured = few_row(task, budget, source)
                 except Exception as error:
-                    if options.label == THIS_CHECKOUT:
-                        raise
                     measured = {"error": type(error).__name__}
                 row = {"label": options.label, "network": name, "budget": budget, "source": source}
                 results.add_(row | measured)
