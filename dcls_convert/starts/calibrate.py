@@ -7,7 +7,6 @@ inputs that it has in the old network.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +143,7 @@ def fit_to_outputs_(
         else:
             solver.solve_(group, statistics.moments)
     for part in _parts(summing):
+        notify(f"measuring inputs of {part[0].title}", solver.done, solver.layer_count)
         moments = _measure(model, part, statistics.calibration, joint=True)
         for group in part:
             solver.solve_(group, moments)
@@ -209,7 +209,4 @@ def _solve_weights_(conv: Conv, layer: DclsConvNd, moments: InputMoments) -> flo
         layer.weight.copy_(weights.reshape(layer.weight.shape))
     new_lines = (weights.unsqueeze(1) @ footprint).squeeze(1)
     bias = 0.0 if conv.bias is None else conv.bias.double()
-    old = moments.mean_square_output(old_lines, bias)
-    if not old:
-        return 0.0
-    return math.sqrt(moments.mean_square_output(new_lines - old_lines, 0.0) / old)
+    return moments.output_error(old_lines, new_lines, bias)

@@ -208,6 +208,8 @@ def _evaluation_transform(
     if mean is not None and std is not None:
         asked["mean"] = _values_of("mean", mean, channels)
         asked["std"] = _values_of("std", std, channels)
+        if 0 in asked["std"]:
+            raise DclsConvertError(f"calibration: std {_listed(asked['std'])} must be above 0")
     elif not model_config.get("mean") and not is_torchvisions:
         raise DclsConvertError(
             "calibration: the model does not state how its images are normalised; give mean and "

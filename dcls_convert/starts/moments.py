@@ -147,16 +147,23 @@ class InputMoments:
             costs += SHARED_CORRELATION * (self.covariance() / squares).mean(0) * squares
         return costs
 
-    def mean_square_output(self, lines: Tensor, bias: Tensor | float) -> float:
-        """Return the sum over the channels of the mean square of outputs of kernel lines (N, S).
+    def output_error(self, old: Tensor, new: Tensor, bias: Tensor | float) -> float:
+        """Return |new - old| / |old| of the outputs over the patches; 0 if the old ones are 0.
 
         Args:
+            old, new: Kernel lines (N, S).
             bias: (O,), or 0.
         """
-        kernels = lines.reshape(self.line_groups, -1, self.patch_length)
-        squares = (kernels @ self.products() * kernels).sum()
-        means = (kernels @ self.mean.unsqueeze(2)).flatten()
-        return max(0.0, float(squares + (2 * means * bias + bias**2).sum()))
+        products = self.products()
+        old_kernels = old.reshape(self.line_groups, -1, self.patch_length)
+        changes = (new - old).reshape(old_kernels.shape)
+        means = (old_kernels @ self.mean.unsqueeze(2)).flatten()
+        old_squares = (old_kernels @ products * old_kernels).sum()
+        old_squares += (2 * means * bias + bias**2).sum()
+        if old_squares <= 0:
+            return 0.0
+        change_squares = (changes @ products * changes).sum().clamp(min=0)
+        return float((change_squares / old_squares).sqrt())
 
     def check(self, name: str) -> None:
         """Raise DclsConvertError, with the layer's name, if inputs are not finite."""

@@ -308,6 +308,7 @@ def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
     ("options", "message"),
     [
         ({"mean": (0.5,)}, "give mean and std, or neither"),
+        ({"mean": 0.5, "std": (0.2, 0, 0.2)}, "std 0.2,0,0.2 must be above 0"),
         ({"mean": (0.5, 0.5), "std": (1.0,)}, r"mean \(0.5, 0.5\): give a number, or 3, one per"),
         (
             {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)},
