@@ -23,7 +23,7 @@ BESIDE = (
     "examples",
 )  # folders whose files are in the site too, since pages link to them
 SHOWN = (".md", ".py", ".slurm", ".yaml")
-FIRST = "convert_"  # function of the API page
+FIRST = "convert_"  # function of the reference
 # How mkdocstrings writes a constant of the package that is a default or a type.
 CONSTANT = re.compile(r'<span title="(dcls_convert[.\w]*)\.(\w+)">\2</span>')
 MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes

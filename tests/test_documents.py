@@ -38,8 +38,8 @@ PAGES = {
     path.name: path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 }
-QUICK = ("dcls.md", "evidence.md", "hub.md", "index.md", "python.md", "rules.md")
-OTHER_LIBRARIES = ("libraries.md", "lightning.md", "trainer.md")
+QUICK = ("index.md", "python.md", "rules.md")
+OTHER_LIBRARIES = ("libraries.md",)
 # Text in the pages, and what is run in its place: small networks, and few images and epochs.
 STAND_INS = {
     "python examples/": f"python {ROOT}/examples/",
