@@ -105,6 +105,7 @@ def check_networks(names: Sequence[str], options: argparse.Namespace) -> None:
     if Path(options.model).is_dir():
         raise DclsConvertError(f"{options.model}: is a folder; give a name of timm's or a function")
     images, _ = finetune.read_images(options.data)
+    finetune.check_classes(images, options.data)
     first = argparse.Namespace(**vars(options) | {"seed": 0})
     original = build_original(first, len(images.reader.class_to_idx))
     convs = dcls_convert.find_convs(original, options.input_size)

@@ -7,10 +7,11 @@
     # In several processes; --fsdp shards the model
     torchrun --nproc_per_node 8 examples/finetune.py convnext_tiny-dcls17 --data flowers
 
-The output folder gets `best`, which timm loads as "local-dir:FOLDER/best"; `history.json`;
-`positions.jsonl`, which `dcls-convert inspect FOLDER/best --history FOLDER/positions.jsonl` draws
-into a `--picture`; and `state.pt`. If a run was killed, start it again with the same command: it
-continues after its last full epoch.
+The output folder gets `best`, which timm loads as "local-dir:FOLDER/best", and which states the
+input size, the normalisation and the names of the classes; `history.json`; `positions.jsonl`, which
+`dcls-convert inspect FOLDER/best --history FOLDER/positions.jsonl` draws into a `--picture`; and
+`state.pt`. If a run was killed, start it again with the same command: it continues after its last
+full epoch.
 
 This file is meant to be copied and changed. compare.py, beside it, trains with it.
 """
@@ -152,6 +153,27 @@ def read_images(data: Path) -> tuple[ImageDataset, ImageDataset]:
         test.reader.samples = train.reader.samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         del train.reader.samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return train, test
+
+
+def check_classes(train: ImageDataset, data: Path) -> None:
+    """Refuse images of one class, from which a network cannot learn anything."""
+    if len(train.reader.class_to_idx) < 2:
+        raise DclsConvertError(
+            f"--data {data}: all images are of one class; put those of each class into a folder of "
+            "its own (only --teacher takes images without classes)"
+        )
+
+
+def describe_training_(model: nn.Module, classes: list[str] | None, options: Any) -> None:
+    """Note on the model what its images are in this training; a folder that is saved says so."""
+    used = resolve_data_config({"input_size": options.input_size}, model=model)
+    for name in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode"):
+        model.pretrained_cfg[name] = used[name]
+    if options.input_size:  # else timm would test at the size of the old weights
+        for name in ("test_input_size", "test_crop_pct"):
+            model.pretrained_cfg.pop(name, None)
+    if classes is not None:
+        model.pretrained_cfg["label_names"] = classes
 
 
 def set_transforms_(
@@ -407,13 +429,19 @@ def make_accelerator(options: argparse.Namespace) -> Accelerator:
 def main() -> None:
     options = parse_arguments()
     accelerator = make_accelerator(options)
-    images = read_images(options.data)
-    arguments = {"num_classes": len(images[0].reader.class_to_idx)}
-    teacher = None
-    if options.teacher:
-        arguments = {}  # the classes are those of the teacher, and of the model
+    train, test = read_images(options.data)
+    counts = f"{len(train):,} images to train, {len(test):,} to test; results: {options.output}"
+    arguments = {}
+    classes = teacher = None
+    if options.teacher:  # the classes are those of the teacher, and of the model
         teacher = create_model(options.teacher, pretrained=True).eval().requires_grad_(False)
         teacher.to(accelerator.device)
+        accelerator.print(f"{options.data}: {counts}")
+    else:
+        check_classes(train, options.data)
+        classes = list(train.reader.class_to_idx)
+        arguments = {"num_classes": len(classes)}
+        accelerator.print(f"{options.data}: {len(classes)} classes, {counts}")
     torch.manual_seed(options.seed)  # of random weights, or a new head
     arguments |= options.model_kwargs
     model = create_model(options.model, pretrained=options.pretrained, **arguments)
@@ -422,7 +450,8 @@ def main() -> None:
         if model.pretrained_cfg["architecture"] != "dcls_convert":
             raise DclsConvertError(f"{options.model}: is no converted folder, or is folded")
         plan = options.model  # the folder has it
-    training = Training(model, images, options, accelerator, teacher)
+    describe_training_(model, classes, options)
+    training = Training(model, (train, test), options, accelerator, teacher)
     for _ in range(len(training.history), options.epochs):
         training.run_epoch()
         accuracies = [epoch["accuracy"] for epoch in training.history]
