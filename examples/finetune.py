@@ -124,7 +124,10 @@ def read_folder(folder: Path) -> ImageDataset:
     """
     if not folder.is_dir():
         raise DclsConvertError(f"--data {folder}: is not a folder")
-    dataset = ImageDataset(str(folder))
+    try:
+        dataset = ImageDataset(str(folder))
+    except RuntimeError as error:  # no images
+        raise DclsConvertError(f"--data {folder}: {error}") from error
     samples = []
     classes: dict[str, int] = {}
     for path, _ in dataset.reader.samples:
@@ -199,6 +202,8 @@ def create_model(name: str, **arguments: Any) -> nn.Module:
     try:
         return timm.create_model(name, **arguments)
     except (OSError, RuntimeError, ValueError) as error:
+        if str(error).startswith("Unknown model"):
+            raise DclsConvertError(f"{name}: is neither a folder nor a model of timm's") from error
         raise DclsConvertError(f"{name}: {error}") from error
 
 
