@@ -8,8 +8,6 @@ import json
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
 from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS, open_checkpoint, tensors_hash
@@ -122,27 +120,3 @@ def seal(folder):
     """Rewrite the hash, so that the tensors look as if they had been written as they are now."""
     tensors, _ = contents(folder / WEIGHTS)
     edit_stamp(folder, lambda stamp: stamp | {"tensors": tensors_hash(tensors.items())})
-
-
-class MemoryUse(TorchDispatchMode):
-    """Bytes of memory that operators allocate on the CPU. Freed memory is not subtracted."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes_by_address = {}
-        self.upper_bound = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        input_addresses = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in input_addresses and storage.nbytes():
-                    self.bytes_by_address[storage.data_ptr()] = storage.nbytes()
-        self.upper_bound = max(self.upper_bound, sum(self.bytes_by_address.values()))
-        return result

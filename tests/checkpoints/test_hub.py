@@ -15,10 +15,8 @@ import dcls_convert
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 
 from ..command_line import run
-from ..conftest import TINY
 from ..hub_cache import upload
-from .damages import DAMAGES, FLIPPED_BIT
-from .folders import convert, edit_json, outputs, seal
+from .folders import convert, edit_json, edit_tensors, outputs, seal
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 OPTIONS = ("--dilated-size", 11, "--output", "converted")
@@ -49,22 +47,18 @@ def test_each_revision_of_a_pushed_model_can_be_loaded(hub):
     assert torch.equal(from_hub("me/mine@v1"), first)
 
 
-@pytest.mark.parametrize("damage", ["another count", FLIPPED_BIT])
-def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
+def test_an_uploaded_folder_is_loaded_and_checked(hub, folder):
     upload(folder, "me/folder", hub)
     assert torch.equal(from_hub("me/folder"), outputs(dcls_convert.load_converted(folder)))
-    DAMAGES[damage][0](folder, None)
+    edit_tensors(folder, lambda tensors: tensors["head.fc.bias"].add_(1))
     upload(folder, "me/folder", hub)
-    with pytest.raises(
-        dcls_convert.CheckpointError,
-        match=r"are not those that were written|size mismatch for stages",
-    ):
+    with pytest.raises(dcls_convert.CheckpointError, match="are not those that were written"):
         from_hub("me/folder")
 
 
 def test_weights_come_from_the_one_file_that_is_checked(hub, folder, folders):
     """Another file that the config names is ignored."""
-    (folder / "other.safetensors").write_bytes((folders / "seed" / WEIGHTS).read_bytes())
+    (folder / "other.safetensors").write_bytes((folders / "gauss" / WEIGHTS).read_bytes())
     names = {"hf_hub_filename": "other.safetensors", "custom_load": True}
     edit_json(folder / CONFIG, lambda config: config["pretrained_cfg"].update(names))
     seal(folder)
@@ -122,35 +116,12 @@ def hub_that_is_down(hub, monkeypatch):
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("model", "missing"), [(f"timm:{TINY}", "pretrained weights"), ("hf-hub:me/none", "config")]
-)
-def test_a_hub_that_is_down_is_asked_once(hub_that_is_down, model, missing):
+def test_a_hub_that_is_down_is_asked_once(hub_that_is_down, hub, tiny):
     """Its client would ask for each file six times, and wait for 23 seconds."""
-    _, err = run(model, "--pretrained", *OPTIONS, code=2)
-    error = f"error: {model}: cannot download its {missing}; are you online?"
+    _, err = run("hf-hub:me/none", "--pretrained", *OPTIONS, code=2)
+    error = "error: hf-hub:me/none: cannot download its config; are you online?"
     assert err.splitlines()[-1] == error
     assert hub_that_is_down == ["/"]
-
-
-def test_a_cached_model_of_a_hub_that_is_down_is_converted(hub_that_is_down, hub, tiny):
     push(hub, tiny, "me/plain")
-    run("hf-hub:me/plain", "--pretrained", *OPTIONS)
-    assert hub_that_is_down == ["/"]
-
-
-def test_a_refusal_by_a_hub_is_one_line(monkeypatch):
-    requests = []
-
-    def refuse(*_, **__):
-        requests.append(1)
-        raise ConnectionError("refused\nby peer")
-
-    monkeypatch.setattr("timm.models._factory.load_model_config_from_hf", refuse)
-    out, err = run("hf-hub:me/none", "--pretrained", *OPTIONS, code=2)
-    assert out == ""
-    assert err.splitlines()[-1] == (
-        "error: hf-hub:me/none: cannot be built: ConnectionError: refused by peer"
-    )
-    assert len(requests) == 1  # each can take as long as the hub's own retries
-    assert not Path("converted").exists()
+    run("hf-hub:me/plain", "--pretrained", *OPTIONS)  # from the cache
+    assert hub_that_is_down == ["/", "/"]

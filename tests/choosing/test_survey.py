@@ -7,8 +7,7 @@ import io
 import json
 import os
 import sys
-import time
-from dataclasses import fields
+from dataclasses import asdict
 
 import pytest
 import timm
@@ -60,12 +59,10 @@ def test_patterns_match_names(pattern, names):
     assert names_matching(pattern) == names
 
 
-@pytest.mark.parametrize("pattern", ["resnet81", "timm:resnet81_*"])
 @pytest.mark.usefixtures("_known")
-def test_a_pattern_that_matches_nothing_gets_a_suggestion(pattern):
-    with pytest.raises(ModelError, match="no model of timm or torchvision matches") as error:
-        names_matching(pattern)
-    assert "did you mean 'resnet18'" in str(error.value)
+def test_a_pattern_that_matches_nothing_gets_a_suggestion():
+    with pytest.raises(ModelError, match=r"matches 'timm:resnet81_\*' .*did you mean 'resnet18'"):
+        names_matching("timm:resnet81_*")
 
 
 def test_a_planned_row_has_the_papers_numbers():
@@ -78,17 +75,19 @@ def test_a_planned_row_has_the_papers_numbers():
     assert row.macs.before == 4_455_531_264
 
 
-def test_a_row_without_matches_names_its_convolutions():
-    row = model_row("torchvision:vit_b_16", request())
-    assert row.status == "nothing matches"
-    assert "it has 1 dense 16x16 in the stem" in row.reason
-    assert (row.params, row.macs.after) == (Change(before=86_567_656), None)
-
-
-def test_an_option_that_does_not_fit_a_model_is_the_reason_in_its_row():
-    row = model_row(f"timm:{TINY}", request(dilated_size=16))
-    assert row.status == "does not fit"
-    assert "window 16 (axis 0 of 16x16) must be odd as the kernel 7 is" in row.reason
+@pytest.mark.parametrize(
+    ("name", "options", "status", "reason"),
+    [
+        ("torchvision:vit_b_16", {}, "nothing matches", "it has 1 dense 16x16 in the stem"),
+        (f"timm:{TINY}", {"dilated_size": 16}, "does not fit", "must be odd as the kernel 7 is"),
+        ("timm:no_such_model", {}, "failed", "no model 'timm:no_such_model'"),
+    ],
+)
+def test_a_row_says_why_a_model_is_not_planned(name, options, status, reason):
+    row = model_row(name, request(**options))
+    assert row.status == status
+    assert reason in row.reason
+    assert row.macs.after is row.params.after is None
 
 
 def test_macs_that_depend_on_the_image_are_not_counted():
@@ -101,8 +100,7 @@ def test_convolutions_that_stay_although_a_rule_matches_them_are_counted_with_th
     row = model_row("torchvision:inception_v3", request(dilated_size="+2"))
     ((reason, count),) = row.kept.items()
     assert reason.startswith("its padding of 0 does not centre its kernel of 3")
-    assert count == 6
-    assert row.replaced == {"dense 3x3": 10}
+    assert (count, row.replaced) == (6, {"dense 3x3": 10})
 
 
 FULL = ModelRow(
@@ -124,26 +122,17 @@ FULL = ModelRow(
 
 def test_json_contains_every_field_of_a_row():
     empty = ModelRow(name="timm:b", status="does not fit")
-    for field in fields(FULL):
-        assert getattr(FULL, field.name) != getattr(empty, field.name)
     data = json.loads(survey_json([FULL, empty], request(dilated_size=9), "*"))
     assert list(data) == ["format", "options", "models", "summary"]
     stated = {"pattern": "*", "dilated_size": 9, "rules": "auto", "budget": 100.0}
     assert stated.items() <= data["options"].items()
     counts = {"planned": 1, "nothing_matches": 0, "does_not_fit": 1, "failed": 0}
     assert data["summary"] == {"models": 2, **counts}
-    unchanged = {
-        name: getattr(FULL, name)
-        for name in "name status reason rules convolutions replaced kept".split()
-    }
-    assert data["models"][0] == unchanged | {
-        "input_size": [3, 8, 8],
-        "dilated_sizes": [[7, 7]],
-        "growth": 4,
-        "kernel_counts": [5, 6],
+    changes = {
         "params": {"before": 10, "after": 9, "delta": -1},
         "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
     }
+    assert data["models"][0] == json.loads(json.dumps(asdict(FULL))) | changes
     assert data["models"][0].keys() == data["models"][1].keys()
 
 
@@ -212,22 +201,16 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     assert err.splitlines() == [f"models: timm:{TINY}, 1 of 2"]
 
 
-def test_options_that_exclude_each_other_are_one_line_instead_of_a_row_for_each_model():
-    _, err = run("models", "--kernel-count", 5, "--budget", "80%", code=2)
-    assert "kernel count states the count" in err
-
-
 # All models; without the marker `zoo`, only the first model of each module of the libraries.
 
 
 def module_of(name):
     library, _, bare = name.partition(":")
-    builder = (
-        timm.model_entrypoint(bare)
-        if library == "timm"
-        else torchvision.models.get_model_builder(bare)
-    )
-    return builder.__module__
+    find_builder = {
+        "timm": timm.model_entrypoint,
+        "torchvision": torchvision.models.get_model_builder,
+    }
+    return find_builder[library](bare).__module__
 
 
 @pytest.mark.parametrize(
@@ -241,16 +224,10 @@ def test_every_model_is_planned_or_its_row_says_why_not(all_models):
     )
     if not all_models:
         names = [*{module_of(name): name for name in reversed(names)}.values()]
-    started = time.monotonic()
     rows = survey(names, request(), workers=2)
-    print(f"\n{len(rows)} models; {time.monotonic() - started:.0f} s")
     assert [row.name for row in rows] == names
-    assert [
-        f"{row.name}: {row.reason}"
-        for row in rows
-        if row.status not in ("planned", "nothing matches")
-    ] == []
     for row in rows:
+        assert row.status in ("planned", "nothing matches"), row
         if row.status == "planned":
             assert row.replaced, row
             assert row.params.after <= row.params.before, row

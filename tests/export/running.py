@@ -1,9 +1,11 @@
-"""Run what each export format writes, and compare its outputs with the original model's."""
+"""Run what each export format writes as its user does, and compare with the checkpoint's model."""
 
 import onnxruntime
 import torch
 
 from dcls_convert import load_converted
+from dcls_convert.networks.input_tensors import image_inputs, with_batch
+from dcls_convert.networks.inputs import random_arguments
 from dcls_convert.networks.model_outputs import max_relative_error, tensors_in
 
 from ..checkpoints.folders import IMAGE
@@ -11,35 +13,36 @@ from ..checkpoints.folders import IMAGE
 FLOAT32_ERROR = 1e-5  # relative; other implementations sum in other orders
 
 
-def outputs_of(checkpoint, *inputs):
-    with torch.no_grad():
-        return load_converted(checkpoint, trust_code=True).eval()(*inputs)
+def run_folder(folder, arguments, unconverted):
+    model = load_converted(folder, model=unconverted, trust_code=True).eval()
+    return model(*arguments.args, **arguments.kwargs)
 
 
-def run_by_onnxruntime(file, *inputs):
+def run_onnx(file, arguments, _):
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
-    arrays = [tensor.numpy() for tensor in inputs]
+    arrays = [tensor.numpy() for tensor in arguments.tensors()]
     outputs = session.run(None, dict(zip(names, arrays, strict=True)))
     return list(map(torch.from_numpy, outputs))
 
 
-def run_by_torch_export(file, *inputs):
+def run_pt2(file, arguments, _):
+    return torch.export.load(file).module()(*arguments.args, **arguments.kwargs)
+
+
+RUN = {"timm": run_folder, "onnx": run_onnx, "pt2": run_pt2}
+
+
+def images(count):
+    return random_arguments(with_batch(image_inputs(IMAGE), count), seed=1)
+
+
+def error_of(checkpoint, written, arguments, build=lambda: None):
+    """Return the relative error of what was written.
+
+    `build` makes the unconverted network, for a checkpoint that does not name it.
+    """
     with torch.no_grad():
-        return torch.export.load(file).module()(*inputs)
-
-
-# By format: how users run what it writes.
-RUN = {"timm": outputs_of, "onnx": run_by_onnxruntime, "pt2": run_by_torch_export}
-
-
-def error_of(checkpoint, written, batch=2):
-    """Return the relative error of what was written, on new random images."""
-    return error_for(checkpoint, written, torch.randn(batch, *IMAGE))
-
-
-def error_for(checkpoint, written, *inputs):
-    """Return the relative error of what was written, for these inputs."""
-    expected = outputs_of(checkpoint, *inputs)
-    outputs = RUN[written.format](written.output, *inputs)
+        expected = run_folder(checkpoint, arguments, build())
+        outputs = RUN[written.format](written.output, arguments, build())
     return max_relative_error(tensors_in(expected), tensors_in(outputs))

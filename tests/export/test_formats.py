@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import dcls_convert.export.fold
 import dcls_convert.export.program
@@ -25,7 +23,7 @@ from dcls_convert.networks.model_outputs import max_relative_error
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
-from .running import FLOAT32_ERROR, error_of
+from .running import FLOAT32_ERROR, error_of, images
 
 FILE_FORMATS = [name for name, row in EXPORT_FORMATS.items() if row.is_file]
 
@@ -38,10 +36,10 @@ def suffix_of(format):
 @pytest.mark.parametrize("format", FILE_FORMATS)
 def test_an_exported_file_gives_the_same_outputs_for_any_batch_size(checkpoints, format):
     written = fold_checkpoint(checkpoints / "convnext", format)
-    assert (written.kind, written.batch) == (format, None)
+    assert written.batch is None
     assert [path.name for path in Path().iterdir()] == [f"convnext{suffix_of(format)}"]
     for batch in (1, 2, 5):
-        assert error_of(checkpoints / "convnext", written, batch) < FLOAT32_ERROR
+        assert error_of(checkpoints / "convnext", written, images(batch)) < FLOAT32_ERROR
 
 
 def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints):
@@ -52,7 +50,7 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
         fold_checkpoint(tmp_path / "once", "timm", tmp_path / "twice", trust_code=True)
     written = fold_checkpoint(tmp_path / "once", "pt2", tmp_path / "x.pt2", trust_code=True)
     assert written.params_before == written.params_after
-    assert error_of(checkpoints / "Plain", written) < FLOAT32_ERROR
+    assert error_of(checkpoints / "Plain", written, images(2)) < FLOAT32_ERROR
     assert {path.name for path in tmp_path.iterdir()} == {"once", "x.pt2"}
 
 
@@ -61,8 +59,7 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
 def test_a_model_that_needs_a_fixed_batch_size_is_exported_for_one_image(checkpoints, format):
     written = fold_checkpoint(checkpoints / "ByImage", format, trust_code=True)
     assert written.batch == 1
-    assert error_of(checkpoints / "ByImage", written, batch=1) < FLOAT32_ERROR
-    assert [path.name for path in Path().iterdir()] == [written.output]
+    assert error_of(checkpoints / "ByImage", written, images(1)) < FLOAT32_ERROR
 
 
 @pytest.mark.slow
@@ -70,7 +67,7 @@ def test_a_model_that_needs_a_fixed_batch_size_is_exported_for_one_image(checkpo
 def test_outputs_of_any_structure(checkpoints, format):
     written = fold_checkpoint(checkpoints / "Branching", format, trust_code=True)
     assert (written.kind, written.batch) == ("dcls" if format == "timm" else format, None)
-    assert error_of(checkpoints / "Branching", written) < FLOAT32_ERROR
+    assert error_of(checkpoints / "Branching", written, images(2)) < FLOAT32_ERROR
     if format == "onnx":
         session = onnxruntime.InferenceSession(written.output)
         names = [entry.name for entry in session.get_outputs()]
@@ -94,33 +91,23 @@ def test_weights_too_large_for_one_file_go_into_a_second(tmp_path, monkeypatch, 
     monkeypatch.setattr(dcls_convert.export.program, "MAX_IN_ONE_FILE", 0)
     written = fold_checkpoint(checkpoints / "Plain", "onnx", tmp_path / "x.onnx", trust_code=True)
     assert {path.name for path in tmp_path.iterdir()} == {"x.onnx", "x.onnx.data"}
-    assert error_of(checkpoints / "Plain", written) < FLOAT32_ERROR
+    assert error_of(checkpoints / "Plain", written, images(2)) < FLOAT32_ERROR
 
 
 # --- Failures
 
 
-@pytest.mark.slow
-def test_files_of_a_failed_export_are_removed(monkeypatch, checkpoints):
-    def fail(program, *, f, **options):
-        f.with_name("x.onnx.data").write_text("left over")
-        raise RuntimeError("not today") from KeyError("operator")
+def test_whatever_an_exporter_raises_is_one_line(monkeypatch, checkpoints):
+    def fail(program, file):
+        raise RuntimeError("long\nadvice") from KeyError("operator")
 
-    monkeypatch.setattr("torch.onnx.export", fail)
-    with pytest.raises(ModelError, match=r"^the export to onnx fails: KeyError: 'operator'$"):
-        fold_checkpoint(checkpoints / "Plain", "onnx", Path("x.onnx"), trust_code=True)
+    monkeypatch.setattr("torch.export.save", fail)
+    with pytest.raises(ModelError, match=r"^the export to pt2 fails: KeyError: 'operator'$"):
+        fold_checkpoint(checkpoints / "Plain", "pt2", Path("x.pt2"), trust_code=True)
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda y: y * 1.01, r"relative error is \d\.\de-0[23]; at most 1e-0[34] is allowed"),
-        (lambda y: y * math.nan, "not finite"),
-        (lambda y: y[:, :-1], "has shape"),
-    ],
-)
-def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, change, message):
+def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints):
     Path("x.pt2").write_text("old")
     load = torch.export.load
 
@@ -129,10 +116,10 @@ def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, chan
             self.run = load(path).module()
 
         def module(self):
-            return lambda images: tree_map(change, self.run(images))
+            return lambda images: 1.01 * self.run(images)
 
     monkeypatch.setattr(torch.export, "load", Broken)
-    with pytest.raises(DclsConvertError, match=message):
+    with pytest.raises(DclsConvertError, match=r"relative error is \d\.\de-0[23]; at most 1e-04"):
         fold_checkpoint(checkpoints / "Plain", "pt2", Path("x.pt2"), force=True, trust_code=True)
     assert [path.read_text() for path in Path().iterdir()] == ["old"]
 
@@ -176,26 +163,17 @@ def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, argum
 # --- The command
 
 
-@pytest.mark.parametrize(
-    "format",
-    [pytest.param("timm"), *(pytest.param(f, marks=pytest.mark.slow) for f in FILE_FORMATS)],
-)
+@pytest.mark.parametrize("format", ["timm", "pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_the_command_says_what_it_wrote(checkpoints, format):
     checkpoint = str(checkpoints / "Plain")
     fold = ["fold", checkpoint, "--trust-code", "--format", format]
     out, err = run(*fold, "--json", "--output", f"x{suffix_of(format)}")
     written = json.loads(out)
-    assert written["format"] == format
-    assert written["output"] == f"x{suffix_of(format)}"
-    assert written["relative_error"] < FLOAT32_ERROR
+    assert (written["format"], written["output"]) == (format, f"x{suffix_of(format)}")
     assert (written["layers"], written["input_size"]) == (2, list(IMAGE))
     assert all(line.startswith(f"{checkpoint}: ") for line in err.splitlines())
-    assert run(*fold, "--quiet", "--output", f"y{suffix_of(format)}") == (
-        f"y{suffix_of(format)}\n",
-        "",
-    )
     out, _ = run(*fold, "--output", f"z{suffix_of(format)}")
-    assert f"{written['relative_error']:.1e}" in out
+    assert f"(relative error {written['relative_error']:.1e})" in out
     assert f"{written['params_before']:,} → {written['params_after']:,}" in out
     snippet = out.partition("\n\n")[2]
     names: dict[str, object] = {}
@@ -230,26 +208,21 @@ def build():
 """
 
 
-@pytest.mark.parametrize("stated", [True, False], ids=["in the plan", "to fold"])
-def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch, stated):
+def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch):
     Path("own_network.py").write_text(OWN_NETWORK)
     monkeypatch.syspath_prepend(".")
     model = importlib.import_module("own_network").build()
-    size = {"input_size": IMAGE} if stated else {}
-    report = convert_(model, dilated_size=7, init="random", **size)
+    report = convert_(model, dilated_size=7, init="random")
     save_converted(model, report.plan, "own", report=report)
-    options = ["--model", "own_network:build", "--json"]
-    if not stated:
+    model_option = ("--model", "own_network:build")
+    size_option = ("--input-size", "x".join(map(str, IMAGE)))
+    for options, says in [(model_option, "states no inputs"), (size_option, "or --model package")]:
         _, refused = run("fold", "own", *options, code=2)
-        assert "states no inputs" in refused
-        options += ["--input-size", "x".join(map(str, IMAGE))]
-    _, refused = run("fold", "own", *options[3:], code=2)
-    assert "give the unconverted network, as model=NETWORK in Python or --model" in refused
-    for format, output in [("timm", "own-folded"), ("pt2", "own.pt2")]:
-        folded, _ = run("fold", "own", "--format", format, *options)
-        assert json.loads(folded)["output"] == output
-    images = torch.randn(2, *IMAGE)
+        assert says in refused
+    folded, _ = run("fold", "own", "--format", "pt2", *model_option, *size_option, "--json")
+    assert json.loads(folded)["output"] == "own.pt2"
+    inputs = torch.randn(2, *IMAGE)
     with torch.no_grad():
-        expected = model.eval()(images)
-        error = max_relative_error(expected, torch.export.load("own.pt2").module()(images))
+        expected = model.eval()(inputs)
+        error = max_relative_error(expected, torch.export.load("own.pt2").module()(inputs))
     assert error < FLOAT32_ERROR

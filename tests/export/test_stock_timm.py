@@ -76,17 +76,13 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
         expected = original(images)
     by_timm = outputs_by_stock_timm(folder.resolve(), images)
     assert max_relative_error(expected, by_timm) < FLOAT32_ERROR
-    card = (folder / CARD).read_text()
-    assert "folded" in card
-    assert "import dcls_convert" not in card
-    assert f"{written.params_after:,}" in card
+    assert "import dcls_convert" not in (folder / CARD).read_text()
     assert written.params_before == sum(p.numel() for p in original.parameters())
-    config = json.loads((folder / CONFIG).read_text())
-    assert (config["architecture"], config["model_args"]) == (TINY, {"kernel_sizes": 9})
-    assert (
-        config["pretrained_cfg"]
-        == json.loads((checkpoints / "convnext" / CONFIG).read_text())["pretrained_cfg"]
+    config, before = (
+        json.loads((path / CONFIG).read_text()) for path in (folder, checkpoints / "convnext")
     )
+    assert (config["architecture"], config["model_args"]) == (TINY, {"kernel_sizes": 9})
+    assert config["pretrained_cfg"] == before["pretrained_cfg"]
 
 
 def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_path):
@@ -144,16 +140,10 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     assert plan.folded
     report = json.loads((tmp_path / "out" / REPORT).read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
-    assert report["folded"] is True
-    assert (
-        report["params"]["after"]
-        == written.params_after
-        == sum(p.numel() for p in loaded.parameters())
-    )
+    count = sum(p.numel() for p in loaded.parameters())
+    assert report["params"]["after"] == written.params_after == count
     assert report["params"]["positions"] == 0
-    card = (tmp_path / "out" / CARD).read_text()
-    assert "The model is folded" in card
-    assert "positions," not in card.partition("## Loading")[0].partition("| Whole model |")[2]
+    assert "The model is folded" in (tmp_path / "out" / CARD).read_text()
 
 
 def test_force_replaces_folders_of_both_kinds(tmp_path, checkpoints):

@@ -11,7 +11,7 @@ from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report
 
-from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
+from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta
 from .measured import measure_report
 from .predicted import predicted_report
 
@@ -34,17 +34,6 @@ def test_the_json_has_the_documented_keys_and_values():
     data["layers"] = list(first_of_stage.values())
     data["skipped"] = data["skipped"][:2]
     assert data == documented
-
-
-def test_layers_and_untouched_rest_sum_to_the_total():
-    report = predicted_report("convnext_tiny", dilated_size=17)
-    data = report.to_dict()
-    for unit in ("params", "macs"):
-        for when in ("before", "after"):
-            replaced = sum(row[f"{unit}_{when}"] for row in data["layers"])
-            assert replaced + data[f"{unit}_untouched"] == data[unit][when]
-        assert data[unit]["delta"] == data[unit]["after"] - data[unit]["before"]
-    assert data["budget"]["slack"] == data["budget"]["limit"] - data["budget"]["used"]
 
 
 def test_a_number_that_is_not_finite_is_never_written():
@@ -86,24 +75,15 @@ def test_the_predicted_report_equals_that_of_the_converted_model(name, interpola
     apply_plan_(model, plan)
     assert predicted.to_dict() == measure_report(model, plan)
     assert predicted.params.after == sum(parameter.numel() for parameter in model.parameters())
-    assert min(predicted.params_untouched, predicted.macs_untouched) >= 0
+    for unit in ("params", "macs"):
+        untouched = getattr(predicted, f"{unit}_untouched")
+        assert untouched >= 0
+        for when in ("before", "after"):
+            replaced = sum(getattr(layer, f"{unit}_{when}") for layer in predicted.layers)
+            assert replaced + untouched == getattr(getattr(predicted, unit), when)
     assert all(row.macs_after > row.macs_before for row in predicted.layers)
     assert (
         predicted.params.weights + predicted.params.positions
         == predicted.budget.used
         <= predicted.budget.limit
     )
-
-
-def test_a_measured_report_shows_deviations_from_the_plan():
-    """It is counted on the model, not copied from the plan."""
-    model = Net()
-    plan = plan_of(model)
-    apply_plan_(model, plan)
-    model.layer1[0].bias = None
-    model.stem = nn.Conv2d(4, 4, 3, padding=1)
-    measured = measure_report(model, plan)
-    predicted = predict_report(plan)
-    assert measured["layers"][0]["params_after"] == predicted.layers[0].params_after - 4
-    assert measured["params"]["after"] == predicted.params.after - 4 + 4 * 4 * 8
-    assert measured["macs"]["after"] == predicted.macs.after + 9 * 14 * 4 * 4 * 8
