@@ -126,7 +126,8 @@ def test_axes_say_what_they_show_and_cut_no_curve(tracked, tmp_path, steps):
         assert all(tick == round(tick) for tick in panel.get_xticks())
 
 
-def test_every_curve_has_a_colour_of_its_own_and_the_legend_covers_none(tmp_path):
+def test_every_curve_has_a_colour_of_its_own_and_the_legend_covers_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("dcls_convert.views.plot.MAX_TENSORS", 2)  # others take time alone
     model, plan = convert_module(depthwise(20), (4, 16, 16), 9, tie="none")
     PositionTracker(model, tmp_path / "positions.jsonl").update(0)
     history = read_history(tmp_path / "positions.jsonl", plan)
