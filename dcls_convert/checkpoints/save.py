@@ -1,9 +1,7 @@
 """Save a converted model as a folder, load it back, and compare."""
 
-import functools
 import os
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from .current_plan import (
     plan_without_source,
     with_current_args,
 )
-from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
+from .fingerprint import NOT_CHECKED, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
 from .write import clamped_state_, write_texts, write_weights
 
@@ -72,17 +70,20 @@ def save_converted(
     model = inside_wrappers(model)
     plan, state = _as_it_is(model, plan, source)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
-    note = _write(
-        folder,
-        model,
-        plan,
-        state,
-        fingerprint,
-        report=report,
-        force=force,
-        picture=picture,
-        load_back=check,
-    )
+    name = folder.resolve().name
+    note = None
+    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+        partial.mkdir()
+        write_texts(partial, name, model, plan, report=report, picture=picture)
+        write_weights(partial, state, fingerprint)
+        if plan.source is None or not plan.source.is_from_registry:
+            note = _note_of_own_network(model)
+        elif check:
+            comparison = compare_with_folder(model, partial, fingerprint)
+            if comparison.difference is not None:
+                own = plan_without_source(model, plan)
+                write_texts(partial, name, model, own, report=report, picture=picture)
+            note = _note_of_comparison(plan, comparison)
     if note is not None:
         warnings.warn(note, stacklevel=2)
     return folder
@@ -106,17 +107,10 @@ def save_just_converted(
     """
     state = clamped_state_(model)
     fingerprint = take_fingerprint(model, plan.inputs)
-    _write(
-        folder,
-        model,
-        plan,
-        state,
-        fingerprint,
-        report=report,
-        force=force,
-        picture=picture,
-        load_back=False,
-    )
+    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+        partial.mkdir()
+        write_texts(partial, folder.resolve().name, model, plan, report=report, picture=picture)
+        write_weights(partial, state, fingerprint)
 
 
 def _as_it_is(
@@ -135,40 +129,6 @@ def _as_it_is(
         plan = plan_for_source(resolve_model(source), plan)
     state = clamped_state_(model)
     return with_current_args(plan, model, state), state
-
-
-def _write(
-    folder: Path,
-    model: nn.Module,
-    plan: ConversionPlan,
-    state: Mapping[str, Tensor],
-    fingerprint: Fingerprint,
-    *,
-    report: ConversionReport | None,
-    force: bool,
-    picture: bytes | None,
-    load_back: bool,
-) -> str | None:
-    """Write a folder, and return what to say of it.
-
-    With `load_back`, what it loads is compared with a model that a registry builds. If they differ,
-    the folder says that only its user can build it.
-    """
-    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
-        partial.mkdir()
-        write = functools.partial(
-            write_texts, partial, folder.resolve().name, model, report=report, picture=picture
-        )
-        write(plan)
-        write_weights(partial, state, fingerprint)
-        if plan.source is None or not plan.source.is_from_registry:
-            return _note_of_own_network(model)
-        if not load_back:
-            return None
-        comparison = compare_with_folder(model, partial, fingerprint)
-        if comparison.difference is not None:
-            write(plan_without_source(model, plan))
-        return _note_of_comparison(plan, comparison)
 
 
 def _note_of_own_network(model: nn.Module) -> str | None:
