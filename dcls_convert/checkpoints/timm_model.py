@@ -1,7 +1,6 @@
 """Rebuild a converted model through timm's factory, as a whole model or a feature extractor."""
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -64,7 +63,7 @@ def create_converted(
     source = _source(stored, kwargs, cfg, features_only=features_only)
     checkpoint = None
     if pretrained:
-        checkpoint = open_checkpoint(_weights_file(cfg, cache_dir).parent)
+        checkpoint = open_checkpoint(_weights_folder(cfg, cache_dir))
         weights = checkpoint.read_state()
         finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
     else:
@@ -231,27 +230,21 @@ def _load_by_timm_(
         raise CheckpointError(f"{WEIGHTS}: {one_line(error)[:300]}") from error
 
 
-def _weights_file(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
-    """Return the file of weights beside a config; one on a hub is downloaded."""
-    source = cfg.get("source")
-    for name in (WEIGHTS, TORCH_WEIGHTS):
-        if source == "local-dir":
-            path = Path(cfg.get("file") or "") / name
-            if os.path.lexists(path):
-                return path
-        elif source == "hf-hub":
-            import huggingface_hub
+def _weights_folder(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
+    """Return the folder of a config; the weights of one on a hub are downloaded into it."""
+    if cfg.get("source") == "local-dir":
+        return Path(cfg.get("file") or "")
+    if cfg.get("source") == "hf-hub":
+        import huggingface_hub
 
-            repository, _, revision = str(cfg.get("hf_hub_id")).partition("@")
+        repository, _, revision = str(cfg.get("hf_hub_id")).partition("@")
+        for name in (WEIGHTS, TORCH_WEIGHTS):
             with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
                 file = huggingface_hub.hf_hub_download(
                     repository, name, revision=revision or None, cache_dir=cache_dir
                 )
-                return Path(file)
-    raise CheckpointError(
-        f"there is neither {WEIGHTS} nor {TORCH_WEIGHTS} beside {CONFIG}; "
-        "pretrained=False makes random weights"
-    )
+                return Path(file).parent
+    raise CheckpointError(f"there are no weights beside {CONFIG}; pretrained=False makes some")
 
 
 def _complete_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
