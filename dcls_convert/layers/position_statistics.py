@@ -18,8 +18,9 @@ from ..geometry import position_limits
 
 # Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5
-# Cells. Elements nearer than this share cells, and the paper's repulsive loss pushes them apart.
-OVERLAP_DISTANCE = 1.0
+# Cells. Elements nearer than this have most of their cells in common. With 1, elements on
+# neighbouring cells, as after a fit, would count as soon as training moves them at all.
+OVERLAP_DISTANCE = 0.5
 MAX_DISTANCES = 1 << 22  # in memory at once: 16 MiB in float32
 
 

@@ -22,7 +22,7 @@ def slow_overlap(kernels):
     for kernel in kernels:
         for index, element in enumerate(kernel):
             others = kernel[:index] + kernel[index + 1 :]
-            overlaps.append(any(math.dist(element, other) < 1 for other in others))
+            overlaps.append(any(math.dist(element, other) < 0.5 for other in others))
     return sum(overlaps) / len(overlaps)
 
 
@@ -36,11 +36,11 @@ def slow_border(elements, size):
 @pytest.mark.parametrize(
     "shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)]
 )
-# With whole positions, neighbours are exactly one cell apart, and some elements coincide.
-@pytest.mark.parametrize("whole", [False, True])
-def test_statistics_equal_those_of_plain_loops(shape, whole, monkeypatch):
+# On a grid of half cells, neighbours are exactly that far apart, and some elements coincide.
+@pytest.mark.parametrize("on_grid", [False, True])
+def test_statistics_equal_those_of_plain_loops(shape, on_grid, monkeypatch):
     positions = 2 * randn(*shape)
-    positions = positions.round() if whole else positions
+    positions = (2 * positions).round() / 2 if on_grid else positions
     size = (5, 8, 1)[: shape[0]]
     kernels = positions.reshape(shape[0], -1, shape[-1]).permute(1, 2, 0).tolist()
     elements = [element for kernel in kernels for element in kernel]
@@ -56,6 +56,6 @@ def test_statistics_equal_those_of_plain_loops(shape, whole, monkeypatch):
 
 
 def test_half_precision_is_compared_exactly():
-    # Their difference would be 1 in bfloat16.
-    positions = torch.tensor([1.0, 2**-9]).reshape(1, 1, 1, 2)
+    # Their difference would be 0.5 in bfloat16.
+    positions = torch.tensor([0.5, 2**-10]).reshape(1, 1, 1, 2)
     assert overlap_share(positions.bfloat16()) == overlap_share(positions) == 1
