@@ -119,7 +119,7 @@ def training_code(model: str | None, *, trained: bool) -> str:
     return (
         f"import torch\n{imports}\n\n{loading}"
         "# Positions learn faster and do not decay.\n"
-        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})\n"
+        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr}, weight_decay=0.05)\n"
         "optimizer = torch.optim.AdamW(parameters)\n"
         "...  # train\n"
         'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
