@@ -16,9 +16,6 @@ from ..records import Record
 from ..weights.loading import describe_non_finite
 from .folder import Checkpoint
 
-# Dtypes of positions for which statistics are computed; torch cannot compare float8 numbers.
-SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionRow:
@@ -41,6 +38,8 @@ class PositionRow:
     spread: tuple[float, ...]  # root mean square along each learnt axis
     mean_distance: float  # from the kernel centre
     mean_sigma: float | None
+    mean_move: float | None = None  # distance from the start; None if no start was given
+    largest_move: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,19 +92,22 @@ def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
     return plan
 
 
-def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
+def inspect_state(
+    checkpoint: Checkpoint, state: Mapping[str, Tensor], start: Checkpoint | None = None
+) -> Inspection:
     """Compute statistics of a checkpoint's positions.
 
+    Args:
+        checkpoint: The checkpoint.
+        state: Its tensors.
+        start: The checkpoint from which its training started, to say how far elements moved.
+
     Raises:
-        CheckpointError: The checkpoint is damaged, or folded.
+        CheckpointError: The model is folded, a tensor does not fit the plan, or the start has other
+            positions.
     """
-    plan_with_positions(checkpoint)
-    return inspect_state(checkpoint, checkpoint.read_state())
-
-
-def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspection:
-    """Return the same as `inspect_checkpoint`, from tensors that were read already."""
-    plan = checkpoint.plan
+    plan = plan_with_positions(checkpoint)
+    start_state = start.read_state() if start is not None else None
     for layer, *_ in position_groups(plan.layers):
         for name in layer.position_names.values():
             problem = _describe_misfit(layer, name, state.get(name))
@@ -116,25 +118,27 @@ def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspec
     return Inspection(
         folder=str(checkpoint.folder),
         model=plan.model,
-        positions=tuple(_row(layers, state) for layers in position_groups(plan.layers)),
+        positions=tuple(
+            _row(layers, state, start_state) for layers in position_groups(plan.layers)
+        ),
         provenance=checkpoint.provenance,
     )
 
 
 def _describe_misfit(layer: LayerPlan, name: str, tensor: Tensor | None) -> str | None:
     """Say why there are no statistics of a stored tensor; None if there are."""
-    shape = layer.position_shape
     if tensor is None:
         return f"{name} is missing"
-    if tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
-        return (
-            f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; the plan has "
-            f"{shape}, floating-point of 16 bits or more"
-        )
+    if tuple(tensor.shape) != layer.position_shape:
+        return f"{name} has shape {tuple(tensor.shape)}, the plan has {layer.position_shape}"
     return describe_non_finite(name, tensor, mask=False)
 
 
-def _row(layers: Sequence[LayerPlan], state: Mapping[str, Tensor]) -> PositionRow:
+def _row(
+    layers: Sequence[LayerPlan],
+    state: Mapping[str, Tensor],
+    start: Mapping[str, Tensor] | None,
+) -> PositionRow:
     """Compute the statistics of the positions that some layers share; the first has them."""
     first = layers[0]
     tensors = {kind: state[name] for kind, name in first.position_names.items()}
@@ -142,6 +146,16 @@ def _row(layers: Sequence[LayerPlan], state: Mapping[str, Tensor]) -> PositionRo
     mean_sigma = None
     if "sigma" in tensors:
         mean_sigma = float(tensors["sigma"].mean(dtype=torch.float64))
+    mean_move = None
+    largest_move = None
+    if start is not None:
+        name = first.position_names["positions"]
+        problem = _describe_misfit(first, name, start.get(name))
+        if problem is not None:
+            raise CheckpointError(f"not the start of this checkpoint's training: {problem}")
+        moves = positions.double() - start[name].double()  # (A, O, I, *dense, E)
+        mean_move = statistics.mean_distance(moves)
+        largest_move = float(moves.norm(dim=0).max())
     return PositionRow(
         name=first.group_name,
         tied=len(layers) > 1,
@@ -157,4 +171,6 @@ def _row(layers: Sequence[LayerPlan], state: Mapping[str, Tensor]) -> PositionRo
         spread=statistics.rms_per_axis(positions),
         mean_distance=statistics.mean_distance(positions),
         mean_sigma=mean_sigma,
+        mean_move=mean_move,
+        largest_move=largest_move,
     )

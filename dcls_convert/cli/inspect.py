@@ -9,12 +9,9 @@ import typer
 from ..errors import DclsConvertError
 from ..input import check_file
 from ..output import check_output, check_picture, new_output, reason_not_a_file
-from ..progress import Notify
 from . import console, options
 
 if TYPE_CHECKING:
-    from ..checkpoints.folder import Checkpoint
-    from ..checkpoints.inspection import Inspection
     from ..tuning.tracker import TrackRecord
 
 PICTURES = "Pictures"  # a group of options in --help
@@ -44,10 +41,19 @@ History = Annotated[
         rich_help_panel=PICTURES,
     ),
 ]
+Start = Annotated[
+    Path | None,
+    typer.Option(
+        "--since",
+        metavar="CHECKPOINT",
+        help="The checkpoint that was trained further: show how far elements have moved.",
+    ),
+]
 
 
 def inspect(
     checkpoint: options.CheckpointArgument,
+    since: Start = None,
     json_: options.Json = False,
     plan: PlanAsJson = False,
     picture: Picture = None,
@@ -70,14 +76,24 @@ def inspect(
         return
     with console.steps(checkpoint, "reading", quiet=quiet, lines=picture is not None) as notify:
         from ..checkpoints.folder import open_checkpoint
-        from ..checkpoints.inspection import inspect_checkpoint
+        from ..checkpoints.inspection import inspect_state, plan_with_positions
         from ..views.inspection import inspection_view
 
         opened = open_checkpoint(checkpoint)
-        if picture is None:
-            inspection = inspect_checkpoint(opened)
-        else:
-            inspection = _draw(opened, picture, history, force=force, notify=notify)
+        records: Sequence[TrackRecord] = ()
+        if history is not None:
+            from ..views.history import read_history
+
+            records = read_history(history, plan_with_positions(opened))
+        state = opened.read_state()
+        start = None if since is None else open_checkpoint(since)
+        inspection = inspect_state(opened, state, start)
+        if picture is not None:
+            from ..views.plot import draw
+
+            notify("drawing")
+            with new_output(picture, force=force, reason_to_keep=reason_not_a_file) as partial:
+                partial.write_bytes(draw(opened.plan, state, picture.suffix, records))
     if json_:
         console.write(inspection.to_json())
     elif quiet:
@@ -87,26 +103,6 @@ def inspect(
         console.show(inspection_view(inspection))
         if picture is not None:
             console.show("", f"Wrote {picture} ({picture.stat().st_size / 1e6:.2f} MB).")
-
-
-def _draw(
-    checkpoint: "Checkpoint", picture: Path, history: Path | None, *, force: bool, notify: Notify
-) -> "Inspection":
-    """Inspect a checkpoint, and draw its figure."""
-    from ..checkpoints.inspection import inspect_state, plan_with_positions
-    from ..views.history import read_history
-    from ..views.plot import draw
-
-    plan = plan_with_positions(checkpoint)
-    records: Sequence[TrackRecord] = ()
-    if history is not None:
-        records = read_history(history, plan)
-    state = checkpoint.read_state()
-    inspection = inspect_state(checkpoint, state)
-    notify("drawing")
-    with new_output(picture, force=force, reason_to_keep=reason_not_a_file) as partial:
-        partial.write_bytes(draw(plan, state, picture.suffix, records))
-    return inspection
 
 
 def _print_plan(checkpoint: Path) -> None:

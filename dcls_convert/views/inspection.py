@@ -19,7 +19,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     """Return an inspection as it is shown in a terminal of at least 80 columns."""
     rows = inspection.positions
     border = f"elements within {inspection.border_margin:g} cells of the window's limit"
-    near = f"elements closer than {inspection.overlap_distance:g} cell"
+    near = f"elements closer than {inspection.overlap_distance:g} cells"
     elements = f"{inspection.elements:,} distinct elements"
     lines = [
         f"{count_text(len(rows), 'positions tensor')}{_shared(rows)}; {elements}.",
@@ -32,6 +32,10 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     ]
     if any(row.mean_sigma is not None for row in rows):
         lines.append("Sigma: mean width of the elements, in cells.")
+    largest_moves = [row.largest_move for row in rows if row.largest_move is not None]
+    if largest_moves:
+        largest = f"the largest is {max(largest_moves):.2f}"
+        lines.append(f"Moved: mean distance from the start, in cells; {largest}.")
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
     parts: list[RenderableType] = [heading, Text(), _table(inspection), Text()]
@@ -54,6 +58,7 @@ def _table(inspection: Inspection) -> Table:
             Column("Spread"),
             Column("Distance"),
             Column("Sigma"),
+            Column("Moved"),
         ],
         min_name_width=NAME_WIDTH,
     )
@@ -68,6 +73,7 @@ def _table(inspection: Inspection) -> Table:
             " ".join(f"{side:.2f}" for side in row.spread),
             f"{row.mean_distance:.2f}",
             None if row.mean_sigma is None else f"{row.mean_sigma:.2f}",
+            None if row.mean_move is None else f"{row.mean_move:.2f}",
         )
     if len(rows) > 1:
         table.add_total(
@@ -78,6 +84,7 @@ def _table(inspection: Inspection) -> Table:
             f"{100 * inspection.mean_over_elements('overlap_share'):.1f} %",
             None,
             f"{inspection.mean_over_elements('mean_distance'):.2f}",
+            None,
             None,
         )
     return table

@@ -1,6 +1,7 @@
 """`inspect` gives the statistics of the model's positions, and reports damage in one line."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -91,7 +92,7 @@ POSITIONS = "stages.2.blocks.0.conv_dw.positions"
         ),
         (
             lambda t: t.update({POSITIONS: t[POSITIONS][:1].clone()}),
-            r"has shape \(1, 48, 1, \d+\) and is torch.float32",
+            r"has shape \(1, 48, 1, \d+\), the plan has \(2, 48, 1, \d+\)",
         ),
     ],
 )
@@ -136,3 +137,25 @@ def test_the_folder_of_a_folded_model_has_no_positions(converted, tmp_path):
     folder = save(tmp_path / "folded", model, plan)
     line = f"error: {folder}: is folded into plain convolutions, which have no positions\n"
     assert run("inspect", folder, code=2) == ("", line)
+
+
+def test_the_distance_from_the_start_is_that_of_each_element(converted, folders, tmp_path):
+    model, plan = converted
+    rows = {row.name: row for row in inspect_folder(folders / "good").positions}
+    positions = model.stages[2].blocks[0].conv_dw.positions
+    with torch.no_grad():
+        positions.clamp_(-1, 1)  # so that no element leaves the window
+        start = save(tmp_path / "start", model, plan, check=False)
+        positions[:, 0, 0, 0] += torch.tensor([3.0, -0.25])
+        positions[:, 1, 0, 0] += torch.tensor([0.0, 1.0])
+    tuned = save(tmp_path / "tuned", model, plan, check=False)
+    data = json.loads(run("inspect", tuned, "--since", start, "--json")[0])
+    moves = {row["name"]: (row["mean_move"], row["largest_move"]) for row in data["positions"]}
+    largest = pytest.approx(math.hypot(3, 0.25))
+    mean = pytest.approx((math.hypot(3, 0.25) + 1) / rows["stages.2"].elements)
+    assert moves.pop("stages.2") == (mean, largest)
+    assert set(moves.values()) == {(0, 0)}
+    assert "in cells; the largest is 3.01." in run("inspect", tuned, "--since", start)[0]
+    other = save(tmp_path / "other", *convert(kernel_count=5), check=False)
+    _, err = run("inspect", tuned, "--since", other, code=2)
+    assert "not the start of this checkpoint's training: " in err
