@@ -12,7 +12,6 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
-from dcls_convert.checkpoints.folder import open_checkpoint
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -21,7 +20,6 @@ from dcls_convert.layers.position_statistics import (
     rms_per_axis,
 )
 from dcls_convert.placing.fold import fold_to_dense_
-from dcls_convert.planning.layer_plan import position_groups
 
 from ..command_line import run
 from ..conftest import TINY
@@ -106,28 +104,19 @@ def test_damage_is_reported_in_one_line(folder, edit, message):
 def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     folder = folders / "gauss"
-    plan = open_checkpoint(folder).plan
     inspection = inspect_folder(folder)
-    out, err = run("inspect", folder)
-    assert err == ""
+    out, _ = run("inspect", folder)
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the folder
-    assert len(inspection.positions) == len(position_groups(plan.layers)) == 4
     for row in inspection.positions[1:]:
         (line,) = [line for line in out.splitlines() if line.startswith(f"{row.name} ")]
-        cells = line.split()
-        assert cells[1] == str(len(row.layers))
-        shares = (f"{100 * row.border_share:.1f} %", f"{100 * row.overlap_share:.1f} %")
-        assert all(part in line for part in (f"{row.kernel_count} in 9x9", *shares))
-        assert cells[-4:] == [
-            *(f"{s:.2f}" for s in row.spread),
-            f"{row.mean_distance:.2f}",
-            f"{row.mean_sigma:.2f}",
-        ]
+        shares = f"{100 * row.border_share:.1f} % {100 * row.overlap_share:.1f} %"
+        lengths = (*row.spread, row.mean_distance, row.mean_sigma)
+        numbers = " ".join(f"{length:.2f}" for length in lengths)
+        expected = f"{row.name} {len(row.layers)} {row.kernel_count} in 9x9 {shares} {numbers}"
+        assert " ".join(line.split()) == expected
     assert f"{inspection.elements:,} distinct elements" in out
     out, err = run("inspect", folder, "--json")
-    data = json.loads(out)
-    assert (err, data) == ("", json.loads(inspection.to_json()))
-    assert (data["format"], data["model"], data["border_margin"]) == (1, f"timm:{TINY}", 0.5)
+    assert (err, json.loads(out)) == ("", json.loads(inspection.to_json()))
 
 
 def test_the_folder_of_a_folded_model_has_no_positions(converted, tmp_path):

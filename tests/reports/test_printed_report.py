@@ -137,6 +137,7 @@ def test_names_are_shown_as_text():
     ("input_size", "window", "says"),
     [
         ((4, 8, 8), 3, "MACs stay the same: no window has more cells than the kernel"),
+        ((4, 8, 8), 3, "Fewer weights and no larger window for 1 layer of 1; skip them with"),
         (None, 5, "MACs were not counted: no input size is known"),
     ],
 )
