@@ -1,11 +1,12 @@
 """Summarise a model's output for one seeded random image in a few numbers.
 
-The numbers are enough to detect a different model.
+The numbers are enough to detect a different model. Small parameters, such as a new layer scale,
+hide what is behind them; so outputs are also taken with other values in their places.
 """
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..networks.input_tensors import Inputs, pixel_count
 from ..networks.inputs import random_arguments
+from ..networks.measure import without_small_parameters
 from ..networks.model_outputs import relative_error, tensors_in
 from ..networks.running import (
     eval_mode,
@@ -29,6 +31,7 @@ from ..records import Record
 from ..text import one_line
 
 SAMPLES = 16  # values stored per output
+Outputs = tuple[tuple[float, ...], ...]
 # Largest differences that rounding can cause, as fractions of the stored norm.
 TOLERANCES = {
     "float64": 1e-3,
@@ -46,8 +49,9 @@ class Fingerprint(Record):
     # Of each floating-point tensor in the output, in their order: its norm, then values at evenly
     # spaced indices of the flattened tensor, including the first and the last. NaN and infinity
     # count as 0. None if nothing can be compared.
-    outputs: tuple[tuple[float, ...], ...] | None
+    outputs: Outputs | None
     reason: str | None  # why there are no outputs
+    unmuted: Outputs | None = None  # with other values in place of small parameters, if it has any
 
 
 NOT_CHECKED = Fingerprint(dtype="float32", outputs=None, reason="saved with check=False")
@@ -64,7 +68,8 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) 
         seed: Seed of the inputs; stored outputs are those of 0.
     """
     dtype: Any = str(image_dtype(model)).removeprefix("torch.")
-    outputs: tuple[tuple[float, ...], ...] = ()
+    outputs: Outputs = ()
+    unmuted: Outputs = ()
     reason = None
     if inputs is None:
         reason = "the plan has no input size"
@@ -72,13 +77,15 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) 
         reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
     else:
         try:
-            tensors = [out for out in _run(model, inputs, seed) if out.is_floating_point()]
-            outputs = tuple(_summary(tensor) for tensor in tensors if tensor.isfinite().any())
+            outputs = _summaries(_run(model, inputs, seed))
+            with without_small_parameters(model) as has_small:
+                if has_small:
+                    unmuted = _summaries(_run(model, inputs, seed))
         except Exception as error:  # the model's own code may raise anything
             reason = f"{type(error).__name__}: {one_line(error)[:120]}"
     if not outputs and reason is None:
         reason = "its outputs have no finite floating-point numbers"
-    return Fingerprint(dtype=dtype, outputs=outputs or None, reason=reason)
+    return Fingerprint(dtype=dtype, outputs=outputs or None, reason=reason, unmuted=unmuted or None)
 
 
 def _run(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
@@ -120,6 +127,9 @@ def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
     """Return the largest `relative_error` of an output; infinity if they cannot be compared."""
     new_outputs = current.outputs or ()
     old_outputs = stored.outputs or ()
+    if stored.unmuted is not None:
+        new_outputs += current.unmuted or ()
+        old_outputs += stored.unmuted
     if not old_outputs or list(map(len, new_outputs)) != list(map(len, old_outputs)):
         return math.inf
     errors = []
@@ -127,6 +137,12 @@ def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
         pair = (torch.tensor(old, dtype=torch.float64), torch.tensor(new, dtype=torch.float64))
         errors.append(relative_error([pair]))
     return max(errors)
+
+
+def _summaries(outputs: Iterable[Tensor]) -> Outputs:
+    """Summarise the floating-point tensors that have a finite value."""
+    floats = [output for output in outputs if output.is_floating_point()]
+    return tuple(_summary(output) for output in floats if output.isfinite().any())
 
 
 def _summary(output: Tensor) -> tuple[float, ...]:

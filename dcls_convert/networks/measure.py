@@ -316,8 +316,11 @@ def _counted_calls(convs: Mapping[str, Conv]) -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def without_small_parameters(model: nn.Module) -> Iterator[None]:
-    """Give parameters that are (nearly) zero other values inside the block."""
+def without_small_parameters(model: nn.Module) -> Iterator[bool]:
+    """Give parameters that are (nearly) zero other values inside the block; yield if there are any.
+
+    Such as a new layer scale, they hide from the outputs what is behind them.
+    """
     generator = torch.Generator().manual_seed(1)
     kept: list[tuple[Tensor, Tensor]] = []
     try:
@@ -333,7 +336,7 @@ def without_small_parameters(model: nn.Module) -> Iterator[None]:
                 values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
                 kept.append((parameter, old))
                 parameter.data.copy_(values * scale)
-        yield
+        yield bool(kept)
     finally:
         for changed, values in kept:
             changed.data.copy_(values)

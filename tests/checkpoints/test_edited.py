@@ -4,6 +4,7 @@ An edit is found by loading what was saved: most leave no trace in names and sha
 """
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,18 @@ def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path):
     assert state_of(model) == before
 
 
+def test_verify_finds_an_edited_argument_that_a_new_layer_scale_hides(tmp_path):
+    model = timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8))
+    plan = convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64)).plan
+    config = save_converted(model, plan, tmp_path / "out") / "config.json"
+    assert verify_folder(tmp_path / "out").ok
+    contents = json.loads(config.read_text())
+    contents["model_args"]["act_layer"] = "relu"
+    config.write_text(json.dumps(contents))
+    (problem,) = problems(verify_folder(tmp_path / "out"))
+    assert problem.name == "outputs"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
     model, plan = converted()
@@ -106,8 +119,7 @@ def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
 
 def give_every_image_the_same_outputs(model, monkeypatch):
     """As a detector that finds no boxes does."""
-    nn.init.zeros_(model.fc.weight)
-    nn.init.ones_(model.fc.bias)
+    nn.init.constant_(model.fc.bias, 1e6)
 
 
 def leave_no_memory_for_a_copy(model, monkeypatch):
