@@ -1,6 +1,7 @@
 """torch.compile on a CPU needs no more graphs for DCLS layers, and gives the eager results."""
 
 import copy
+import functools
 
 import pytest
 import timm
@@ -11,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import dcls_convert
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
-from .common import close
+from .common import close, randn
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,19 +20,11 @@ pytestmark = [
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
     ),
 ]
-NETWORKS = ["test_convnext", "mobilenetv3_small_050", "test_efficientnet"]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before():
     torch.compiler.reset()
-
-
-def depthwise_layer(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return DclsConv2d(
-        4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4, dtype=dtype
-    )
 
 
 # Only inductor works out which sizes its code requires; it takes half a minute per dtype.
@@ -44,7 +37,9 @@ WAYS = [
 
 @pytest.mark.parametrize(("backend", "dtype", "tolerance"), WAYS)
 def test_a_depthwise_layer_is_one_graph_in_validation_and_then_training(backend, dtype, tolerance):
-    layer = depthwise_layer(dtype)
+    torch.manual_seed(0)
+    options = {"kernel_count": 5, "dilated_kernel_size": 17, "padding": 8, "groups": 4}
+    layer = DclsConv2d(4, 4, **options, dtype=dtype)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend=backend)
     for side in (20, 24):  # the second time, the size is dynamic
         images = torch.randn(2, 4, side, side + 2, dtype=dtype)
@@ -59,6 +54,35 @@ def test_a_depthwise_layer_is_one_graph_in_validation_and_then_training(backend,
         close(*gradients, tolerance)
 
 
+@pytest.mark.parametrize(
+    ("backend", "sizes"), [("aot_eager", [(5, 7), 5, 5]), ("inductor", [5, 5])]
+)
+def test_compiled_layers_keep_their_positions_inside_as_uncompiled_ones_do(backend, sizes):
+    make = functools.partial(DclsConv2d, 2, 2, kernel_count=3, padding="same")
+    start = nn.Sequential(*(make(dilated_kernel_size=size) for size in sizes))
+    start[-1].tie_(start[-2])
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(start.named_parameters()):
+            scale = 9 if name.endswith("positions") else 0.5  # far outside
+            parameter.copy_(scale * randn(*parameter.shape, seed=index))
+    images = randn(1, 2, 9, 9, dtype=torch.float32)
+    results = []
+    for compiled in (False, True):
+        model = copy.deepcopy(start)
+        step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        positions_after_forward = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(images).square().mean().backward()
+            for layer in model:
+                positions_after_forward.append(layer.positions.detach().clone())
+            optimizer.step()
+        results.append(positions_after_forward)
+    assert all(positions.abs().max() <= 3 for positions in results[0])
+    close(results[1], results[0], 1e-5)
+
+
 def count_graphs(model: nn.Module, mode: str) -> int:
     """Return how many graphs are compiled for batches of two sizes."""
     torch.compiler.reset()
@@ -70,7 +94,7 @@ def count_graphs(model: nn.Module, mode: str) -> int:
     return counter.frame_count
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet"])
 def test_networks_have_as_many_graphs_as_unconverted_ones(name):
     original = timm.create_model(name)
     converted = copy.deepcopy(original)
