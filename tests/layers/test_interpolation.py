@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcls_convert.layers import bilinear
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation
@@ -21,7 +22,7 @@ from dcls_convert.starts.boxes import Box
 
 from ..dispatch_modes import RefuseOperations
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
-from .gpu_construction import IMPLEMENTATIONS, as_on_a_gpu
+from .gpu_construction import ON_GPUS, constructed
 
 STEP = 1e-7  # cells; step of one-sided differences, whose error is about as large as the step
 # A hundred steps; the derivatives on the two sides of a kink differ by about 1.
@@ -269,7 +270,7 @@ def test_sigma_below_its_minimum_counts_as_the_minimum_and_can_grow_back(interpo
 
 
 @st.composite
-def elements_anywhere(draw):
+def elements_anywhere(draw, min_count=1, min_channels=1):
     """Draw windows of any size, and elements of any width anywhere in or around them, on and
     between cells.
     """
@@ -279,7 +280,11 @@ def elements_anywhere(draw):
     )
     interpolation = draw(st.sampled_from(list(INTERPOLATIONS)))
     drawn = elements(
-        size, interpolation, dense_axes=dense_axes, count=draw(st.integers(1, 3)), channels=(1, 2)
+        size,
+        interpolation,
+        dense_axes=dense_axes,
+        count=draw(st.integers(min_count, 4)),
+        channels=(1, draw(st.integers(min_channels, 3))),
     )
     coordinate = st.one_of(st.integers(-12, 12).map(float), st.floats(-12, 12))
 
@@ -322,7 +327,7 @@ def test_elements_beyond_the_window_count_as_at_its_border_and_can_come_back(
 
 @every_interpolation
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", [None, *ON_GPUS])
 def test_a_position_that_is_not_a_number_shows_only_in_its_kernel(
     interpolation, axis, implementation
 ):
@@ -330,7 +335,7 @@ def test_a_position_that_is_not_a_number_shows_only_in_its_kernel(
     positions = drawn.positions.clone()
     positions[axis, 0, 0, 1] = math.nan
     broken = replace(drawn, positions=positions)
-    with as_on_a_gpu(implementation):
+    with constructed(implementation):
         kernel = broken.kernel()
         healthy = drawn.kernel()
         assert kernel[0, 0].isnan().any()
@@ -353,21 +358,39 @@ def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation
         assert torch.equal(kernel, drawn.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
 
 
-# The GPU implementations of construction, run on the CPU.
+# The implementations of construction.
 
 
-@given(drawn=elements_anywhere(), implementation=st.sampled_from(IMPLEMENTATIONS))
-def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(drawn, implementation):
-    grad_output = random_like(drawn.kernel())
-    with as_on_a_gpu(implementation):
-        kernel = drawn.kernel()
-        gradients = drawn.gradients(grad_output)
-    close(kernel, drawn.kernel())
-    close(gradients, drawn.gradients(grad_output), 10 * FLOAT64_ATOL)
+@given(
+    drawn=elements_anywhere(min_count=0, min_channels=0),
+    implementation=st.sampled_from([None, "exported", *ON_GPUS]),
+    block=st.sampled_from([1, 7, 500, 1 << 26]),
+    strided=st.booleans(),
+    learnt=st.sampled_from([(True, True), (True, False), (False, True)]),  # weight, positions
+    create_graph=st.booleans(),
+)
+def test_every_implementation_gives_the_kernel_and_gradients_of_plain_operations(
+    drawn, implementation, block, strided, learnt, create_graph
+):
+    inputs = [tensor.mT.contiguous().mT if strided else tensor for tensor in drawn.inputs]
+    for tensor, is_learnt in zip(inputs, learnt, strict=False):
+        tensor.requires_grad_(is_learnt)
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    results = []
+    for way in (implementation, "plain"):
+        with constructed(way), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
+            patch.setattr(bilinear, "MAX_PRODUCTS", block)
+            kernel = drawn.kernel(*inputs)
+            gradients = torch.autograd.grad(
+                kernel, leaves, random_like(kernel), create_graph=create_graph
+            )
+            results.append([kernel, *gradients])
+    close(*results, 10 * FLOAT64_ATOL)
 
 
 @every_interpolation
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ON_GPUS)
 @pytest.mark.parametrize("size", [(7, 7), (4, 7), (1, 4, 5)], ids=str)
 def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_arbitrary_order_nor_rounds(
     interpolation, implementation, size
@@ -375,7 +398,7 @@ def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_arbitrary_order_nor_
     layer = DCLS_LAYERS[len(size)](
         2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation
     )
-    with as_on_a_gpu(implementation), RefuseOperations():
+    with constructed(implementation), RefuseOperations():
         layer.clamp_positions_()
         layer.kernel().square().sum().backward()
     assert all(

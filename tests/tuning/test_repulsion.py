@@ -28,24 +28,18 @@ def seeded(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[1, 12, repulsion.DISTANCES_PER_BLOCK])
-def _blocks(request, monkeypatch):
-    """Run the test with blocks of different sizes."""
-    monkeypatch.setattr(repulsion, "DISTANCES_PER_BLOCK", request.param)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_blocks")
 def test_gradients_are_those_of_the_loss():
-    positions = seeded(2, 2, 1, 3, 4).requires_grad_()
-    assert torch.autograd.gradcheck(loss_of, positions)
+    assert torch.autograd.gradcheck(loss_of, seeded(2, 2, 1, 3, 4).requires_grad_())
 
 
-@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("block", [1, 12, repulsion.DISTANCES_PER_BLOCK])
 @pytest.mark.parametrize("shape", [(1, 3, 2, 4), (3, 2, 1, 6), (2, 2, 1, 3, 4)])
-def test_the_repulsive_loss_equals_the_formula(shape):
+def test_the_repulsive_loss_equals_the_formula(shape, block, monkeypatch):
+    monkeypatch.setattr(repulsion, "DISTANCES_PER_BLOCK", block)
     positions = seeded(*shape)
     torch.testing.assert_close(loss_of(positions).item(), oracle(positions), **FLOAT64)
+    # Under vmap, autograd differentiates plain operations.
     batched = torch.func.vmap(torch.func.grad(loss_of))(torch.stack([positions, 2 * positions]))
     for gradient, scale in zip(batched, (1, 2), strict=True):
         alone = (scale * positions).requires_grad_()
