@@ -57,12 +57,8 @@ class AllocatedMemory(TorchDispatchMode):
                     self.kept[address] = tensor
         return result
 
-    def sizes(self):
-        """Return the bytes of each piece of memory; tensors that share memory count once."""
-        return [tensor.untyped_storage().nbytes() for tensor in self.kept.values()]
-
     def numbers(self):
-        """Return how many numbers each piece of memory holds."""
+        """Return how many numbers each piece of memory holds; shared memory counts once."""
         return [
             tensor.untyped_storage().nbytes() // tensor.element_size()
             for tensor in self.kept.values()

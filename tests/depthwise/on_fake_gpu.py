@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch._dynamo.variables.builder
 import torch.utils._triton
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from dcls_convert.depthwise.launching import LOAD_BYTES, Launch
@@ -87,8 +88,6 @@ def steps_of_ordinary_tensors():
         step()
     with launching(FORWARD, "inference"), torch.no_grad():
         LAYER(IMAGES)
-    with launching(FORWARD, "inference mode"), torch.inference_mode():
-        LAYER(IMAGES)
     with launching(STEP, "one image"):
         step(images=IMAGES[:1])
     with launching(STEP, "a map of one cell"):
@@ -156,10 +155,9 @@ def steps_of_other_layers():
 
 
 def steps_of_torchs_mechanisms():
-    for reentrant in (False, True):
-        with launching(STEP + FORWARD, f"checkpoint, reentrant {reentrant}"):
-            images = IMAGES.clone().requires_grad_()
-            checkpoint(LAYER, images, use_reentrant=reentrant).sum().backward()
+    with launching(STEP + FORWARD, "checkpoint"):
+        images = IMAGES.clone().requires_grad_()
+        checkpoint(LAYER, images, use_reentrant=False).sum().backward()
     with launching(FORWARD, "gradients of gradients"):
         images = IMAGES.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(LAYER(images).sum(), images, create_graph=True)
@@ -172,10 +170,16 @@ def compiled_steps():
     """As far as AOT: inductor's code for a GPU cannot run here."""
     torch.utils._triton.has_triton = lambda *arguments: True
     torch._dynamo.variables.builder.has_triton = lambda *arguments: True
-    compiled = torch.compile(layer_of(), backend="aot_eager", fullgraph=True)
-    for side in (14, 20):
-        with launching(STEP, "compiled"):
-            step(compiled, torch.randn(2, CHANNELS, side, side))
+    gaussian = layer_of(interpolation="gaussian")
+    frozen = layer_of().requires_grad_(False)
+    for layer, launches in ((layer_of(), STEP), (gaussian, STEP + 1), (frozen, 3 + 3)):
+        torch.compiler.reset()
+        graphs = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, backend=graphs, fullgraph=True)
+        for images, side in ((2, 14), (3, 20), (5, 33)):
+            with launching(launches, "compiled"):
+                step(compiled, torch.randn(images, CHANNELS, side, side + 1))
+        assert graphs.frame_count == 2, "one for images of any size, after that for the first size"
 
 
 if __name__ == "__main__":

@@ -192,18 +192,6 @@ def test_a_dropped_network_is_freed_at_once(converted):
         gc.enable()
 
 
-def test_each_block_can_be_a_parameter_group(converted):
-    model = copy.deepcopy(converted)
-    blocks = [block for stage in model.stages for block in stage.blocks]
-    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    for block in reversed(blocks):  # gradual unfreezing
-        optimizer.add_param_group({"params": list(block.parameters())})
-    assert len(optimizer.param_groups) == 1 + len(blocks)
-    by_block = torch.optim.AdamW([{"params": block.parameters()} for block in blocks])
-    grouped = {id(p) for group in by_block.param_groups for p in group["params"]}
-    assert {id(layer.positions) for layer in layers(model)} <= grouped
-
-
 def test_functional_calls_use_other_positions_for_all_layers_and_have_their_gradients(converted):
     model = copy.deepcopy(converted)
     parameters = dict(model.named_parameters())
