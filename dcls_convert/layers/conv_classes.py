@@ -24,11 +24,7 @@ _computing_methods = attrgetter("forward", "_conv_forward", "__call__")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvTraits:
-    """What the forward of a convolution class does besides convolving.
-
-    The fields are the arguments of `register_conv`, which explains them; `transform_weight` is
-    called `weight` there.
-    """
+    """What the forward of a convolution class does besides convolving: see `register_conv`."""
 
     transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
     parameters: tuple[str, ...] = ()
@@ -181,25 +177,27 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     reason = _why_weight_unusual(cast(Conv, conv).weight)
     if reason is not None:
         return reason
-    members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
-    padding_modules = _padding_modules(conv)
     traits = find_traits(conv)
     if traits is None:
-        reason = f"{class_name} has a forward of its own that is not known here"
-        if members <= padding_modules:
-            reason += " (register_conv teaches it)"
-        return reason
+        return (
+            f"{class_name} has a forward of its own that is not known here "
+            "(register_conv teaches it)"
+        )
     reason = _why_parameters_unknown(conv, traits)
     if reason is not None:
         return reason
-    lost = members - (padding_modules & {traits.padding_module})
+    members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
+    lost = members - {traits.padding_module}
     if lost:
         names = ", ".join(sorted(lost))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"
     if traits.padding_module is None:
         return None
+    outside = zeros_around(
+        getattr(conv, traits.padding_module, None), len(cast(Conv, conv).kernel_size)
+    )
     pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
-    if traits.padding_module not in padding_modules or pads_itself:
+    if outside is None or pads_itself:
         return f"{class_name} does not pad by {traits.padding_module} alone"
     return None
 
@@ -218,16 +216,6 @@ def _why_weight_unusual(weight: Tensor) -> str | None:
     return None
 
 
-def _padding_modules(conv: nn.Module) -> set[str]:
-    """Return the names of the submodules that add zeros around their input."""
-    dims = len(cast(Conv, conv).kernel_size)
-    names: set[str] = set()
-    for name, module in conv.named_children():
-        if zeros_around(module, dims) is not None:
-            names.add(name)
-    return names
-
-
 def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
     """Return a reason if the parameters are not weight, bias and those that the traits name."""
     parameters = set(dict(conv.named_parameters(recurse=False, remove_duplicate=False)))
@@ -239,12 +227,8 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
             expected.add(name)
     if parameters == expected:
         return None
-    unknown = ", ".join(sorted(parameters - expected))
-    missing = ", ".join(sorted(expected - parameters))
-    if not missing:
-        return f"it has parameters that are not known here ({unknown})"
-    if not unknown:
-        return f"it lacks the parameters {missing}"
+    unknown = ", ".join(sorted(parameters - expected)) or "none"
+    missing = ", ".join(sorted(expected - parameters)) or "none"
     return f"it has the parameters {unknown} in place of {missing}"
 
 
