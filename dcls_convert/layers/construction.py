@@ -58,13 +58,24 @@ def construct_kernel(
         ValueError: Shapes do not fit together, the interpolation is unknown, or sigma is missing or
             superfluous.
     """
-    if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
-        raise ValueError(
-            f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}"
-        )
-    _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
-    learnt_size = along_learnt_axes(size, dense_axes)
     method = find_interpolation(interpolation)
+    if method.has_sigma != (sigma is not None):
+        need = "needs a" if method.has_sigma else "has no"
+        raise ValueError(f"{interpolation} interpolation {need} sigma")
+    dense = [size[axis] for axis in sorted(dense_axes)]
+    shape = (*weight.shape[:2], *dense, weight.shape[-1])
+    shape_of_positions = (len(size) - len(dense), *shape)
+    for name, tensor, expected in (
+        ("weight", weight, shape),
+        ("positions", positions, shape_of_positions),
+        ("sigma", sigma, shape_of_positions),
+    ):
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; for size={tuple(size)} and "
+                f"dense_axes={tuple(dense_axes)} it must be {expected}"
+            )
+    learnt_size = along_learnt_axes(size, dense_axes)
     return construct_unchecked(weight, positions, sigma, learnt_size, dense_axes, method)
 
 
@@ -76,10 +87,7 @@ def construct_unchecked(
     dense_axes: Sequence[int],
     interpolation: Interpolation,
 ) -> Tensor:
-    """Construct kernels from arguments that fit together; see `construct_kernel`.
-
-    `learnt_size` is the window along the learnt axes.
-    """
+    """Construct kernels as `construct_kernel`; `learnt_size` is along the learnt axes."""
     device = weight.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # Autocast would run the matrix products in half precision.
@@ -138,31 +146,3 @@ def _by_profiles(
         # A matrix product on a GPU might round its factors to 11 bits (TF32).
         kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
     return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def _check_tensors(
-    weight: Tensor,
-    positions: Tensor,
-    sigma: Tensor | None,
-    size: Sequence[int],
-    dense_axes: Sequence[int],
-    interpolation: str,
-) -> None:
-    """Refuse (ValueError) a superfluous or missing sigma, and shapes that do not fit together."""
-    has_sigma = find_interpolation(interpolation).has_sigma
-    if has_sigma and sigma is None:
-        raise ValueError(f"{interpolation} interpolation needs a sigma")
-    if not has_sigma and sigma is not None:
-        raise ValueError(f"{interpolation} interpolation has no sigma")
-    dense = [size[axis] for axis in sorted(dense_axes)]
-    if weight.dim() != 3 + len(dense) or list(weight.shape[2:-1]) != dense:
-        shape = ", ".join(["out", "in/groups", *map(str, dense), "count"])
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})"
-        )
-    expected = (len(size) - len(dense), *weight.shape)
-    for name, tensor in (("positions", positions), ("sigma", sigma)):
-        if tensor is not None and tensor.shape != expected:
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}"
-            )
