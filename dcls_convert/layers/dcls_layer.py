@@ -150,9 +150,8 @@ class DclsLayer(CheckedLayer):
         return sizes
 
     def _check_arguments(self) -> None:
-        distinct_axes = set(self.dense_axes)
-        leaves_a_learnt_axis = distinct_axes < set(range(self.dims))
-        if not leaves_a_learnt_axis or len(distinct_axes) != len(self.dense_axes):
+        leaves_a_learnt_axis = set(self.dense_axes) < set(range(self.dims))
+        if not leaves_a_learnt_axis or len(set(self.dense_axes)) != len(self.dense_axes):
             raise ValueError(
                 f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt"
             )
@@ -304,22 +303,18 @@ def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None
         _clamp_in_graph(tensor.flatten(1), list(low), list(high))
     elif len(set(zip(low, high, strict=True))) == 1:
         tensor.clamp_(low[0], high[0])
-    elif is_sharded(tensor):  # perhaps along its first axis; the limits are the same on every rank
-        lowest = _replicated(per_axis(low, tensor), tensor)
-        highest = _replicated(per_axis(high, tensor), tensor)
+    elif is_sharded(tensor):  # perhaps along its first axis
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = cast(Any, tensor).device_mesh
+        lowest, highest = [
+            distribute_tensor(per_axis(one, tensor), mesh, src_data_rank=None)
+            for one in (low, high)
+        ]
         tensor.copy_(tensor.maximum(lowest).minimum(highest))
     else:
         for coordinate, lowest_value, highest_value in zip(tensor, low, high, strict=True):
             coordinate.clamp_(lowest_value, highest_value)
-
-
-def _replicated(tensor: Tensor, sharded: Any) -> Tensor:
-    """Wrap a tensor that is the same on all ranks, for operations with a sharded tensor."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = sharded.device_mesh
-    placements = [Replicate() for _ in range(mesh.ndim)]
-    return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
 @torch.library.custom_op("dcls_convert::clamp_", mutates_args=("tensor",))
