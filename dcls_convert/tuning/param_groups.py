@@ -4,6 +4,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -71,7 +72,17 @@ def param_groups(
     for kind, scale in (("positions", position_lr_scale), ("sigma", sigma_lr_scale)):
         for parameter in position_parameters(model, kind):
             scale_of[id(parameter.tensor)] = scale
-    timm_groups = _make_timm_groups(model, weight_decay, layer_decay, **timm_options)
+    optim: Any = importlib.import_module("timm.optim")
+    make_groups = optim.param_groups_weight_decay
+    if layer_decay is not None:
+        make_groups = partial(optim.param_groups_layer_decay, layer_decay=layer_decay)
+    without_decay = {
+        *getattr(model, "no_weight_decay", tuple)(),
+        *timm_options.pop("no_weight_decay_list", ()),
+    }
+    timm_groups = make_groups(
+        model, weight_decay=weight_decay, no_weight_decay_list=without_decay, **timm_options
+    )
     groups = _split_off_positions(timm_groups, scale_of)
     if lr is not None:
         for group in groups:
@@ -108,10 +119,7 @@ def _split_off_positions(
 ) -> list[dict[str, Any]]:
     """Move positions and sigmas into separate groups, one for each scale of the learning rate.
 
-    Args:
-        timm_groups: Groups of all parameters.
-        scale_of: id of each parameter to move -> its scale, which is multiplied by the scale of the
-            group that the parameter comes from.
+    `scale_of` has the ids of these parameters. Their scale is multiplied by that of their group.
     """
     groups: list[dict[str, Any]] = []
     moved: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
@@ -135,23 +143,6 @@ def _split_off_positions(
 
 def _check_rates(**rates: float | Tensor | None) -> None:
     for name, value in rates.items():
-        if value is None:
-            continue
-        is_number = isinstance(value, Real | Tensor)
-        if not (is_number and math.isfinite(value) and value >= 0):
+        is_rate = isinstance(value, Real | Tensor) and math.isfinite(value) and value >= 0
+        if value is not None and not is_rate:
             raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
-
-
-def _make_timm_groups(
-    model: nn.Module, weight_decay: float, layer_decay: float | None, **options: Any
-) -> list[dict[str, Any]]:
-    """Make timm's own groups. They have an `lr_scale` if there is a `layer_decay`."""
-    optim: Any = importlib.import_module("timm.optim")
-    make_groups = optim.param_groups_weight_decay
-    if layer_decay is not None:
-        make_groups = optim.param_groups_layer_decay
-        options["layer_decay"] = layer_decay
-    without_decay: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    options["no_weight_decay_list"] = {*without_decay, *options.get("no_weight_decay_list", ())}
-    groups: list[dict[str, Any]] = make_groups(model, weight_decay=weight_decay, **options)
-    return groups

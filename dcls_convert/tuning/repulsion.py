@@ -105,11 +105,9 @@ class _OrderedPairsTotal(Function):
 
 
 def _ordered_pairs_total(kernels: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """Sum relu(1 - distance) over the ordered pairs of elements of each kernel, to a scalar.
+    """Sum relu(1 - distance) over the ordered pairs of elements of kernels (A, C, E), to a scalar.
 
-    Args:
-        kernels: (A, C, E).
-        gradient: (A, C, E); filled with the gradient of the sum. If None, it is not computed.
+    `gradient` (A, C, E) is filled with the gradient of the sum, if it is given.
     """
     total = kernels.new_zeros(())
     for part in element_pairs(kernels, DISTANCES_PER_BLOCK):

@@ -111,11 +111,13 @@ class PositionTracker:
             CheckpointError: The file cannot be written.
         """
         step = plain_numbers(step)
-        if not isinstance(step, int):
-            raise DclsConvertError(f"step={step!r} must be an integer")
-        if self._last_step is not None and step <= self._last_step:
-            raise DclsConvertError(f"step {step} is not above the last step, {self._last_step}")
-        rate_of = self._learning_rates()
+        last = self._last_step
+        if not isinstance(step, int) or (last is not None and step <= last):
+            raise DclsConvertError(f"step={step!r} must be an integer above the last step, {last}")
+        rate_of: dict[int, float] = {}  # id of a parameter -> its learning rate
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                rate_of |= {id(one): float(group["lr"]) for one in group["params"]}
         rows = {}
         for parameter in position_parameters(inside_wrappers(self.model), "positions"):
             name = WRAPPER_NAMES.sub("", parameter.name)
@@ -133,18 +135,9 @@ class PositionTracker:
         record = TrackRecord(step=step, positions=rows)
         self._append(adapter(TrackRecord).dump_json(record) + b"\n")
         ratios = [row.lr_ratio for row in rows.values() if row.lr_ratio is not None]
-        if ratios:
+        if ratios and is_first_rank():
             self._warn_if_ratio_fell(min(ratios))
         return record
-
-    def _learning_rates(self) -> dict[int, float]:
-        """Return the learning rates of the optimizer's parameters, by the id of the parameter."""
-        rate_of: dict[int, float] = {}
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    rate_of[id(parameter)] = float(group["lr"])
-        return rate_of
 
     def _warn_if_ratio_fell(self, ratio: float) -> None:
         """Warn, once, if positions learn less fast, relative to weights, than in earlier records.
@@ -155,14 +148,13 @@ class PositionTracker:
         if ratio >= self._highest_ratio * (1 - RATIO_TOLERANCE) or self._has_warned:
             return
         self._has_warned = True
-        if is_first_rank():
-            warnings.warn(
-                f"the learning rate of positions is now {ratio:.3g} times that of weights, and was "
-                f"{self._highest_ratio:.3g} times before; a scheduler that sets one rate for all "
-                "groups does this (OneCycleLR, CyclicLR, SWALR, eta_min, min_lr); see "
-                '"Schedulers and optimizers" in docs/training.md for what to write instead',
-                stacklevel=4,  # the caller of `update`; `no_grad` is between
-            )
+        warnings.warn(
+            f"the learning rate of positions is now {ratio:.3g} times that of weights, and was "
+            f"{self._highest_ratio:.3g} times before; a scheduler that sets one rate for all "
+            "groups does this (OneCycleLR, CyclicLR, SWALR, eta_min, min_lr); see "
+            '"Schedulers and optimizers" in docs/training.md for what to write instead',
+            stacklevel=4,  # the caller of `update`; `no_grad` is between
+        )
 
     def _speed(self, name: str, positions: Tensor, step: int) -> float | None:
         if self._last_step is None or name not in self._last_positions:
