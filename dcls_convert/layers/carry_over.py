@@ -23,8 +23,7 @@ _HOOK_REGISTRIES |= {
 def carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> None:
     """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
 
-    Args:
-        exclude: Names of attributes that belong to the class of a module, not to the user.
+    Those are all except `exclude`, the attributes of its class.
     """
     new.train(old.training)
     for name, parameter in new.named_parameters(recurse=False):

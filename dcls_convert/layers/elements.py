@@ -4,7 +4,7 @@ A kernel line is the cells of one kernel along the learnt axes: for one output c
 channel of its group and one cell of the dense axes. A layer has O x I x D kernel lines.
 
 Axes: L layers of a tie group, O output channels, I input channels per group, D dense cells, K old
-cells, E elements, A learnt axes.
+cells, C chosen cells, E elements, A learnt axes.
 """
 
 import itertools
@@ -34,20 +34,14 @@ def largest_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the cells with the most energy, over all layers of a tie group, as elements.
 
-    Args:
-        kernels: Each layer's old kernel (O, I, *kernel size).
-        kernel_count: Elements to return. If there are fewer cells, the elements beyond them have
-            weight 0 and lie in the centre.
-        dilation: The old convolution's dilation.
-        size: Dilated kernel size.
-        dense_axes: Spatial axes along which nothing is learnt.
-        effective: The kernels that the old convolutions compute with. Their energy decides which
-            cells are chosen. Default: `kernels`.
+    Kernels are (O, I, *kernel size). The energy is that of `effective`, the kernels that the old
+    convolutions compute with, by default `kernels`. Of cells with equal energy, the first are
+    chosen.
 
     Returns:
         The weights of each layer (O, I, *D, E) and the positions (A, O, I, *D, E). The elements are
-        in the order of the cells, at their old positions. Of cells with equal energy, the first are
-        chosen.
+        in the order of the cells, at their old positions. If there are fewer cells, the elements
+        beyond them have weight 0 and lie in the centre.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
@@ -58,8 +52,7 @@ def largest_elements(
     energy = in_double(effective_values).square().sum(0)  # (O, I, *D, K)
     chosen_count = min(kernel_count, energy.shape[-1])
     by_energy = energy.sort(dim=-1, descending=True, stable=True).indices
-    chosen = by_energy[..., :chosen_count].sort(dim=-1).values  # (O, I, *D, chosen)
-    chosen = chosen.to(values.device)
+    chosen = by_energy[..., :chosen_count].sort(dim=-1).values.to(values.device)  # (O, I, *D, C)
     filling = (0, kernel_count - chosen_count)  # zeros to add on the last axis: before, after
     weights: list[Tensor] = []
     for values_of_layer in values:
@@ -69,7 +62,7 @@ def largest_elements(
         grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis]))
     grid = list(itertools.product(*grids))
     positions_of_cells = torch.tensor(grid, dtype=values.dtype, device=values.device)  # (K, A)
-    positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, chosen)
+    positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, C)
     return weights, F.pad(positions, filling)
 
 

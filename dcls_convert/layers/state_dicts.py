@@ -44,15 +44,13 @@ class CheckedLayer(Tieable):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *others: Any,
     ) -> None:
         """Load the layer, unless the state dict is of another conversion.
 
         Positions stay in float32 at least, with `assign=True` too.
         """
+        error_msgs: list[str] = others[-1]
         problem = self.describe_other_state(state_dict, prefix, local_metadata)
         if problem is not None and not any(CURE in message for message in error_msgs):
             error_msgs.append(f"{problem}; {CURE}")  # one line for all layers
@@ -61,25 +59,14 @@ class CheckedLayer(Tieable):
             if isinstance(stored, Tensor):
                 state_dict[prefix + name] = stored.to(at_least_float32(stored.dtype))
         if problem is None:
-            super()._load_from_state_dict(
-                state_dict,
-                prefix,
-                local_metadata,
-                strict,
-                missing_keys,
-                unexpected_keys,
-                error_msgs,
-            )
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def describe_other_state(
         self, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
     ) -> str | None:
         """Say why a state dict is not of a layer like this; None if nothing speaks against it.
 
-        Args:
-            state: A state dict.
-            prefix: What precedes the names of the layer's tensors in it.
-            metadata: What the state dict says of the layer; empty for most files.
+        `metadata` is what the state dict says of the layer; it is empty for most files.
         """
         name = prefix.removesuffix(".") or type(self).__name__
         stored = metadata.get(METADATA)
