@@ -212,8 +212,9 @@ def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torc
 
 
 @every_way
-def test_autocast_gives_what_torch_gives_under_it(way):
-    inputs, arguments = tensors(WIDE, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float64 is not cast
+def test_autocast_gives_what_torch_gives_under_it(way, dtype):
+    inputs, arguments = tensors(WIDE, dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
         with computed_by(way) as calls:

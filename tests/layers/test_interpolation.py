@@ -355,9 +355,9 @@ def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation
 # The implementations of construction.
 
 
+@pytest.mark.parametrize("implementation", [None, "exported", *ON_GPUS])
 @given(
     drawn=elements_anywhere(min_count=0, min_channels=0),
-    implementation=st.sampled_from([None, "exported", *ON_GPUS]),
     block=st.sampled_from([1, 7, 500, 1 << 26]),
     strided=st.booleans(),
     learnt=st.sampled_from([(True, True), (True, False), (False, True)]),  # weight, positions
