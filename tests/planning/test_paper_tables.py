@@ -40,14 +40,8 @@ TINY = ("28.6", "4.5")
         ("resnet50", 7, {"kernel_count": 6}, 6, RESNET50, ("26.0", "12.3")),
         ("resnet50", 7, {"folded": True}, 5, RESNET50, ("75.9", "12.3")),  # with dense kernels
         ("convnext_tiny", 17, {}, 34, TINY, ("28.6", "5.0")),
-        (
-            "convnext_tiny",
-            17,
-            {"folded": True},
-            34,
-            TINY,
-            ("30.2", "5.0"),
-        ),  # printed there as 30 and 5
+        # Printed there as 30 and 5.
+        ("convnext_tiny", 17, {"folded": True}, 34, TINY, ("30.2", "5.0")),
         pytest.param("convnext_small", 17, {}, 40, ("50.2", "8.7"), ("50.2", "9.5"), marks=slow),
         ("convnext_base", 17, {}, 40, ("88.6", "15.4"), ("88.6", "16.5")),
     ],
@@ -57,6 +51,19 @@ def test_tables_1_2_and_5(name, size, options, count, before, after):
     assert {layer.kernel_count for layer in report.layers} == {count}
     assert printed((report.params.before, report.macs.before)) == before
     assert printed((report.params.after, report.macs.after)) == after
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options", "count"),
+    [
+        ("convnext_tiny", 17, {"tie": "none"}, 16),
+        ("convnext_tiny", 17, {"interpolation": "gaussian"}, 26),
+        pytest.param("convnext_base", 17, {"interpolation": "gaussian"}, 34, marks=slow),
+        ("resnet50", 7, {"tie": "none"}, 3),
+    ],
+)
+def test_counts_without_ties_and_with_sigma(name, size, options, count):
+    assert report_of(name, size, **options).budget.kernel_count == count
 
 
 # The tables give the MACs of backbone and head together; the heads are the same before and after,

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import xml.etree.ElementTree
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -14,7 +13,6 @@ from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.networks.input_tensors import InputTensor, image_inputs
 from dcls_convert.planning.plan import ConversionPlan
 
-from ..checkpoints.folders import value_paths
 from .nets import IMAGE, Net, plan_of
 
 PLANS = {
@@ -36,16 +34,6 @@ def test_a_plan_survives_json(name):
     assert ConversionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
-def test_a_plan_prints_what_it_converts_and_names_what_shows_the_costs():
-    plan = replace(plan_of(Net()), model="<script>\x1b]0;x\x07")
-    page = plan._repr_html_()
-    assert all(character.isprintable() or character == "\n" for character in page)
-    for text in (str(plan), "".join(xml.etree.ElementTree.fromstring(page).itertext())):
-        assert f"{len(plan.layers)} layers" in text
-        assert f"{plan.layers[0].kernel_count} elements per kernel" in text
-        assert "predict_report(plan)" in text
-
-
 @pytest.mark.parametrize("value", [float("nan"), print])
 def test_arguments_that_json_cannot_hold_are_refused(value):
     with pytest.raises(PlanError, match="model_args cannot be kept in a JSON file"):
@@ -55,16 +43,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 # Damage.
 
 PLAN = plan_of(Net(), interpolation="gaussian", model="timm:x").to_dict()
-HAVE_DEFAULTS = {("format",), ("model_args",), ("example_inputs",), ("not_measured",)}
-DEFAULTS_OF_LAYERS = {"input_extent", "frozen", "count_is_stated"}
 INTEGERS = {"name": "ids", "shape": [1, 9], "dtype": "int64", "range": [0, 4]}
-# A fraction may be written as a number, and a value that may be unknown may be null.
-OPTIONAL = {"share", "exact_count", "output_positions", "macs", "kernel_count"}
-WRONG = {
-    int: [str, lambda value: value + 0.5, bool, lambda value: None],
-    bool: [int],
-    str: [lambda value: 3, lambda value: [value], lambda value: {}],
-}
 
 
 def changed(path, value):
@@ -77,33 +56,7 @@ def changed(path, value):
     return data
 
 
-def refused(data):
-    """Whether such a plan is refused, in one line that names the file."""
-    try:
-        ConversionPlan.from_dict(data, "plan.json")
-    except CheckpointError as error:
-        return re.fullmatch("plan.json: [^\n]+", str(error)) is not None
-    return False
-
-
-def test_unknown_and_missing_fields_and_values_of_another_type_are_refused_at_every_place():
-    assert not refused(PLAN)
-    for path in [(), *value_paths(PLAN)]:
-        value = reduce(getitem, path, PLAN)
-        # "model_args" holds whatever the model takes.
-        if isinstance(value, dict) and path != ("model_args",):
-            assert refused(changed((*path, "comment"), 1)), path
-            needed = value.keys() - DEFAULTS_OF_LAYERS
-            missing = [(*path, key) for key in needed if (*path, key) not in HAVE_DEFAULTS]
-            assert all(refused(changed(place, ...)) for place in missing), path
-        if path and path[-1] not in OPTIONAL:
-            for make_wrong in WRONG.get(type(value), []):
-                assert refused(changed(path, make_wrong(value))), path
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '"plan"', "{}", '{"format": 2}', "\0", b"\xff\xfe"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', b"\xff\xfe"])
 def test_anything_but_a_plan_is_refused_in_one_line(text):
     with pytest.raises(CheckpointError, match=r"^folder/plan.json: [^\n]+$"):
         ConversionPlan.from_json(text, "folder/plan.json")
@@ -112,6 +65,12 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
+        (("comment",), 1, "comment"),
+        (("layers", 0, "comment"), 1, "comment"),
+        (("tie",), ..., "tie"),
+        (("layers", 0, "rule"), ..., "rule"),
+        (("params",), "9", "params"),
+        (("layers", 0, "kernel_count"), True, "kernel_count"),
         (("layers", -1, "kernel_count"), -1, "kernel count -1 must be from 1 to the 49 cells"),
         (("layers", 0, "kernel_count"), 1, "its layers have 2 different shapes"),
         (("layers", -1, "dilated_size"), [8, 8], "must be odd"),
@@ -130,7 +89,7 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
     ],
     ids=str,
 )
-def test_a_plan_that_contradicts_itself_is_refused(path, value, says):
+def test_a_plan_that_is_damaged_or_contradicts_itself_is_refused(path, value, says):
     with pytest.raises(CheckpointError, match=f"^the plan: .*{re.escape(says)}") as error:
         ConversionPlan.from_dict(changed(path, value))
     assert str(error.value).isprintable()

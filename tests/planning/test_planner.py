@@ -1,7 +1,6 @@
 """Plans: which layers are tied, which windows they get, and what is skipped or refused."""
 
 import contextlib
-import re
 
 import pytest
 import torch
@@ -12,17 +11,21 @@ from torch import nn
 from dcls_convert.conversion.apply_plan import apply_plan_
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
-from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
+from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.report import predict_report
 
-from ..conftest import many_examples
 from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of
 
-EVERYTHING = parse_rules("format: 1\nrules: [{padding: any}]")
+
+def rules_with(text):
+    return parse_rules(f"format: 1\nrules: [{{{text}}}]")
+
+
+EVERYTHING = rules_with("padding: any")
 
 # Ties.
 
@@ -53,80 +56,33 @@ blocks = st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=2)
 trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=2)
 
 
-each_tree = given(stages=trees, interpolation=st.sampled_from(["bilinear", "gaussian"]))
-
-
-def tree_and_plan(stages, interpolation):
-    """Make a network of these stages, and its plan."""
-    model = on_meta(Tree, stages)
-    plan = plan_of(
-        model,
-        None,
-        dilated_size=9,
-        rules=EVERYTHING,
-        interpolation=interpolation,
-        budget=1000,
-    )
-    return model, plan
-
-
-def names_of_stage_and_shape(model):
-    """The names of all convolutions, by what tied layers have in common."""
-    names_of = {}
-    for name, conv in model.named_modules():
-        if isinstance(conv, nn.Conv2d):
-            key = (name.split(".")[1], conv.weight.shape, conv.kernel_size, conv.dilation)
-            names_of.setdefault(key, set()).add(name)
-    return names_of
-
-
 def tied(plan):
     """Return the groups of layers that share positions."""
     return [group for group in position_groups(plan.layers) if group[0].tie_group is not None]
 
 
-@many_examples
-@each_tree
-def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation):
-    model, plan = tree_and_plan(stages, interpolation)
-    expected = []
-    untied = set()
-    for names in names_of_stage_and_shape(model).values():
-        if len(names) > 1:
-            expected.append(sorted(names))
-        else:
-            untied |= names
-    groups = [sorted(layer.name for layer in group) for group in tied(plan)]
-    assert sorted(groups) == sorted(expected)
-    assert {layer.name for layer in plan.layers if layer.tie_group is None} == untied
-
-
-@many_examples
-@each_tree
-def test_a_tie_group_has_one_count_and_its_first_layer_as_owner(stages, interpolation):
-    _, plan = tree_and_plan(stages, interpolation)
-    for group in tied(plan):
-        assert len({layer.kernel_count for layer in group}) == 1
-        owner, *others = group
-        assert owner.owner is None
-        assert {layer.owner for layer in others} == {owner.name}
-
-
-@many_examples
-@each_tree
-def test_tied_layers_share_their_parameters_and_each_tensor_has_one_name(stages, interpolation):
-    model, plan = tree_and_plan(stages, interpolation)
+@given(stages=trees, interpolation=st.sampled_from(["bilinear", "gaussian"]))
+def test_layers_of_one_stage_and_shape_share_positions_and_no_others_do(stages, interpolation):
+    model = on_meta(Tree, stages)
+    alike = {}
+    for name, conv in model.named_modules():
+        if isinstance(conv, nn.Conv2d):
+            key = (name.split(".")[1], conv.weight.shape, conv.kernel_size, conv.dilation)
+            alike.setdefault(key, []).append(name)
+    options = {"dilated_size": 9, "rules": EVERYTHING, "budget": 1000}
+    plan = plan_of(model, None, interpolation=interpolation, **options)
+    groups = [[layer.name for layer in group] for group in tied(plan)]
+    assert sorted(groups) == sorted(names for names in alike.values() if len(names) > 1)
     apply_plan_(model, plan)
     shared = {"positions", "sigma"} if interpolation == "gaussian" else {"positions"}
-    for first, *others in tied(plan):
-        owner = model.get_submodule(first.name)
+    for owner, *others in tied(plan):
+        assert owner.owner is None
+        parameters = model.get_submodule(owner.name)._parameters
         for layer in others:
-            for name in shared:
-                assert getattr(model.get_submodule(layer.name), name) is owner._parameters[name]
-    untied = [layer for layer in plan.layers if layer.tie_group is None]
-    positions = {layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)}
-    assert len(positions) == len(tied(plan)) + len(untied)
-    assert len(model.state_dict()) == len(list(model.parameters()))
+            assert (layer.owner, layer.kernel_count) == (owner.name, owner.kernel_count)
+            module = model.get_submodule(layer.name)
+            assert all(getattr(module, name) is parameters[name] for name in shared)
+    assert len([name for name in model.state_dict() if "positions" in name]) == len(alike)
 
 
 def test_frozen_convolutions_are_not_tied_to_those_that_are_trained():
@@ -154,99 +110,62 @@ def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own(
 # Windows.
 
 
-def windows(conv, size, rule="{}"):
+def windows(conv, size, rule=""):
     """The window and dense axes that one convolution gets."""
-    rules = parse_rules(f"format: 1\nrules: [{rule}]")
-    (layer,) = plan_of(
-        nn.Sequential(conv), None, dilated_size=size, rules=rules, budget=10_000
-    ).layers
+    options = {"dilated_size": size, "rules": rules_with(rule), "budget": 10_000}
+    (layer,) = plan_of(nn.Sequential(conv), None, **options).layers
     return layer.dilated_size, layer.dense_axes
 
 
 @pytest.mark.parametrize(
     ("kernel", "size", "rule", "window", "dense_axes"),
     [
-        ((1, 7), 17, "{}", (1, 17), (0,)),
-        ((1, 7), (9, 9), "{}", (9, 9), ()),  # each side is stated
-        ((3, 5), 17, "{dense_axes: [0]}", (3, 17), (0,)),
-        ((3, 4), (5, 8), "{}", (5, 8), ()),
-        ((3,), 9, "{}", (9,), ()),
-        ((3, 3, 5), (3, 7, 9), "{dense_axes: [0]}", (3, 7, 9), (0,)),
+        ((1, 7), 17, "", (1, 17), (0,)),
+        ((1, 7), (9, 9), "", (9, 9), ()),  # each side is stated
+        ((3, 3, 5), (3, 7, 9), "dense_axes: [0]", (3, 7, 9), (0,)),
+        ((3, 5), 17, "dense_axes: [0]", (3, 17), (0,)),
+        ((3, 4), (5, 8), "", (5, 8), ()),
+        ((3,), 9, "", (9,), ()),
     ],
 )
-def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(
-    kernel, size, rule, window, dense_axes
-):
+def test_an_integer_leaves_sides_of_1_and_dense_axes(kernel, size, rule, window, dense_axes):
     conv = CONV_CLASSES[len(kernel)](4, 4, kernel, groups=4, padding="same")
     assert windows(conv, size, rule) == (window, dense_axes)
 
 
-def test_the_dilation_of_a_side_of_1_means_nothing():
-    conv = depthwise((1, 3), dilation=2)
-    assert windows(conv, 9) == ((1, 9), (0,))
-    options = {"kernel_count": 3, "dilated_kernel_size": (1, 9), "dense_axes": (0,)}
-    assert DclsConv2d.from_conv(conv, **options).dense_axes == (0,)
-
-
 @pytest.mark.parametrize(
-    ("conv", "size", "rule", "message"),
+    ("options", "says"),
     [
-        (
-            depthwise(3),
-            8,
-            "{}",
-            "must be odd as the kernel 3 is, or the output would shift; use 7 or 9",
-        ),
-        (depthwise(3), (7,), "{}", "the size 7 is for 1-D, this convolution is 2-D"),
-        (
-            depthwise(3),
-            7,
-            "{dense_axes: [0, 1]}",
-            "all its axes are dense; nothing would be learnt",
-        ),
-        (
-            depthwise(3, dilation=(2, 1)),
-            9,
-            "{dense_axes: [0]}",
-            "dense axis 0 must keep its size 3, undilated",
-        ),
-    ],
-)
-def test_an_impossible_window_is_refused_with_windows_that_fit(conv, size, rule, message):
-    with pytest.raises(PlanError, match=f"^0: .*{re.escape(message)}"):
-        windows(conv, size, rule)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("dilated_size", size) for size in [0, 7.0, "7x7", "+0", "4", True, (), (7, 0)]),
         *(
-            ("scope", "block"),
-            ("scope", "stage"),
-            ("scope", "layer"),
-            ("tie", "all"),
-            ("interpolation", "cubic"),
+            ({"dilated_size": size}, "dilated size .* must be a positive integer, one for each")
+            for size in [0, 7.0, "7x7", "+0", True, (), (7, 0)]
         ),
+        ({"dilated_size": "+1"}, r"growth \+1 must be even, .* use \+2$"),
+        ({"dilated_size": "+3"}, r"growth \+3 must be even, .* use \+2 or \+4$"),
+        ({"dilated_size": 8}, "layer1.0: .* must be odd as the kernel 3 is.* use 7 or 9"),
+        ({"dilated_size": (7,)}, "layer1.0: the size 7 is for 1-D, this convolution is 2-D"),
+        ({"rules": rules_with("dense_axes: [0, 1]")}, "all its axes are dense"),
+        ({"scope": "stage"}, "scope=.* must be one of"),
+        ({"tie": "all"}, "tie=.* must be one of"),
+        ({"interpolation": "cubic"}, "interpolation=.* must be one of"),
+        *(
+            ({"kernel_count": count}, "must be a positive integer, auto or exact")
+            for count in (0, 1.5, True, "34", None)
+        ),
+        ({"kernel_count": 50}, "layer1.0: kernel count 50 is more than the 49 cells"),
+        ({"kernel_count": 5, "scope": "model"}, "kernel count states the count"),
+        ({"kernel_count": 5, "budget": 50}, "kernel count states the count"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_an_impossible_option_is_refused(name, value):
-    says = f"{name}=.* must be one of "
-    if name == "dilated_size":
-        says = "dilated size .* must be a positive integer, one for each side, or a growth"
-    with pytest.raises(PlanError, match=f"^{says}"):
-        plan_of(Net(), **{name: value})
-
-
-@pytest.mark.parametrize("other", [{"scope": "error"}, {"scope": "model"}, {"budget": 50}])
-def test_a_stated_count_leaves_nothing_to_the_budget(other):
-    with pytest.raises(PlanError, match="kernel count states the count"):
-        plan_of(Net(), kernel_count=5, **other)
+def test_an_impossible_option_is_refused(options, says):
+    with pytest.raises(PlanError, match=says):
+        plan_of(Net(), **{"strict": True, **options})
 
 
 @pytest.mark.parametrize("padding", ["same", "valid", (3, 1)])
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("size", [(13, 3), (19, 17), (23, 33)])
+@pytest.mark.parametrize("size", [(13, 3), (19, 17)])
 def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mode, padding, size):
     """torch decides whether it fits."""
     conv = depthwise(3, padding=padding, padding_mode=mode)
@@ -298,10 +217,7 @@ def test_a_layer_that_cannot_take_the_size_is_skipped_with_the_reason_or_refused
     [
         "convnext_tiny",
         "efficientnet_b0",
-        "mobilenetv3_large_100",
-        "mnasnet_100",
         "mixnet_s",
-        "hgnetv2_b0",
         "inception_next_tiny",
         "resnet18",
     ],
@@ -326,17 +242,16 @@ def test_windows_grow_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
 @pytest.mark.parametrize(
     ("conv", "rule", "window"),
     [
-        (depthwise(7), "{}", (11, 11)),
-        (depthwise((3, 5)), "{}", (7, 9)),
-        (depthwise(3, dilation=(2, 1)), "{}", (9, 7)),
-        (depthwise((1, 3)), "{}", (1, 7)),
-        (depthwise((3, 4)), "{dense_axes: [0]}", (3, 8)),
+        (depthwise(7), "", (11, 11)),
+        (depthwise((3, 5)), "", (7, 9)),
+        (depthwise(3, dilation=(2, 1)), "", (9, 7)),
+        (depthwise((1, 3), dilation=2), "", (1, 9)),  # the side of 1 has no dilation
+        (depthwise((3, 4)), "dense_axes: [0]", (3, 8)),
     ],
 )
 def test_a_growth_adds_cells_to_the_extent_of_each_side(conv, rule, window):
     assert windows(conv, "+4", rule)[0] == window
-    stated = rule.replace("{", "{dilated_size: +4, ").replace(", }", "}")
-    assert windows(conv, "auto", stated)[0] == window
+    assert windows(conv, "auto", f"dilated_size: +4, {rule}")[0] == window
 
 
 def test_a_growth_converts_kernels_of_both_parities():
@@ -345,20 +260,7 @@ def test_a_growth_converts_kernels_of_both_parities():
     assert plan.growth_of_mixed_kernels == 2
 
 
-def test_a_growth_and_its_size_give_the_same_plan_for_kernels_of_one_size():
-    convs = convs_of("convnext_nano")
-    assert plan_conversion(convs, dilated_size="+10") == plan_conversion(convs, dilated_size=17)
-    assert plan_conversion(convs, dilated_size="+10").growth_of_mixed_kernels is None
-
-
-@pytest.mark.parametrize(("growth", "near"), [("+1", r"\+2"), ("+3", r"\+2 or \+4")])
-def test_an_odd_growth_is_refused_with_the_nearest_even_ones(growth, near):
-    message = f"growth {re.escape(growth)} must be even, or the output would shift; use {near}$"
-    with pytest.raises(PlanError, match=message):
-        plan_of(Net(), dilated_size=growth)
-
-
-@pytest.mark.parametrize(("map_side", "expected"), [(4, 4), (8, 12), (32, 14)])
+@pytest.mark.parametrize(("map_side", "expected"), [(4, 4), (8, 12)])
 def test_auto_skips_no_layer_that_the_smallest_growth_converts(map_side, expected):
     """Reflect padding must be smaller than the map, and a skipped layer would add no MACs."""
     net = nn.Sequential(

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
@@ -19,10 +18,9 @@ from dcls_convert.networks.sites import ConvSite
 from dcls_convert.planning.claims import choose_rules, match_rules
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.planning.rule_files import _NESTED, load_rules, parse_rules, rules_schema
-from dcls_convert.planning.rules import Match, Range, Rule, RuleSet, Size
+from dcls_convert.planning.rule_files import load_rules, parse_rules, rules_schema
+from dcls_convert.planning.rules import Match, Rule
 
-from ..conftest import many_examples
 from .nets import convs_of, depthwise, plan_of
 
 SITE = ConvSite(
@@ -99,43 +97,6 @@ def test_a_convolution_outside_of_stages_matches_no_stage_pattern():
     assert match_rules(rules_of({}), [outside])[0] == {SITE.name: 0}
 
 
-class _WiderMatch(Match):
-    """With one more predicate, added as CONTRIBUTING.md describes."""
-
-    output_size: Size | Range | None = Field(None, description="a size, or {min: N, max: N}")
-
-
-class _WiderRule(Rule):
-    match: _WiderMatch = Field(_WiderMatch(), description="a mapping of predicates")
-
-
-class _WiderRuleSet(RuleSet):
-    rules: list[_WiderRule] = Field(min_length=1, description="a list of rules")
-
-
-def test_a_new_predicate_is_one_typed_field(monkeypatch):
-    nested = {**_NESTED, "rules": _WiderRule, "match": _WiderMatch}
-    monkeypatch.setattr("dcls_convert.planning.rule_files.RuleSet", _WiderRuleSet)
-    monkeypatch.setattr("dcls_convert.planning.rule_files._NESTED", nested)
-    small = {"name": "small", "match": {"output_size": {"max": 7}}}
-    # It matches, and gives reasons as all predicates do.
-    assert match_rules(rules_of(small), [SITE]) == ({SITE.name: 0}, {})
-    large = replace(SITE, output_size=(4, 8))
-    assert match_rules(rules_of(small), [large])[1] == {
-        SITE.name: "not matched (rule 'small': output_size is 4x8, not to 7)"
-    }
-    # A convolution that is never called has no output size, which matches no predicate.
-    never_called = replace(SITE, output_size=None)
-    assert match_rules(rules_of(small), [never_called])[1] == {
-        SITE.name: "not matched (rule 'small': output_size is not known)"
-    }
-    assert match_rules(rules_of({}), [never_called])[0] == {SITE.name: 0}
-    # The file format, its messages and its schema know the predicate.
-    with pytest.raises(RuleError, match=r"output_size: found 'wide'; allowed is a size, or"):
-        rules_of({"match": {"output_size": "wide"}})
-    assert "output_size" in rules_schema()["$defs"]["_WiderMatch"]["properties"]
-
-
 def test_the_first_rule_that_matches_claims(net):
     rules = rules_of(
         {"name": "small", "match": {"kind": "depthwise", "kernel_size": 3, "stage": "layer1"}},
@@ -158,40 +119,33 @@ def test_the_first_rule_that_matches_claims(net):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (
-            [{"skip": "all of it"}],
-            "rules: its rules skip all that they match; nothing would be converted",
-        ),
+        ([{"skip": "all of it"}], "its rules skip all that they match"),
         (
             [{"name": "never", "match": {"kind": "grouped"}}, {"match": {"kind": "depthwise"}}],
-            "rules: rule 'never' claims nothing: no convolution of the model matches it",
+            "rule 'never' claims nothing: no convolution of the model matches it",
         ),
         (
             [{"match": {"kind": "depthwise"}}, {"match": {"kernel_size": 5}}],
-            "rules: rule 'rules[1]' claims nothing: earlier rules claim all that it matches",
+            r"rule 'rules\[1\]' claims nothing: earlier rules claim all that it matches",
         ),
         (
             [{"match": {"kind": "grouped"}}],
-            "nothing in the model matches rules 'rules'; it has 2 depthwise 3x3, "
-            "1 dense 3x3 in the stem, 1 depthwise 5x5, 1 dense 3x3; "
-            "rules 'depthwise' would match 3; rules 'conv3x3' would match 1",
+            "it has 2 depthwise 3x3, .*; rules 'depthwise' would match 3; rules 'conv3x3' would",
         ),
     ],
 )
 def test_a_rule_that_converts_nothing_is_an_error_that_names_it(net, rules, message):
-    with pytest.raises((RuleError, NothingMatchesError), match=f"^{re.escape(message)}$"):
+    with pytest.raises((RuleError, NothingMatchesError), match=message):
         plan_conversion(net, rules_of(*rules), dilated_size=9)
 
 
 def test_the_error_for_a_network_without_a_built_in_set_has_a_rule_that_matches():
     model = nn.Sequential(nn.Conv1d(1, 4, 9), nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 1))
     convs = find_convs(model)
-    match = "{dims: 1, kernel_size: 3}"
-    message = f"a rule file with `match: {match}` would match 1"
-    with pytest.raises(NothingMatchesError, match=re.escape(message)):
+    with pytest.raises(NothingMatchesError) as error:
         plan_conversion(convs, "conv3x3")
-    rules = parse_rules(f"format: 1\nrules: [{{match: {match}, dilated_size: 7}}]")
-    assert [layer.name for layer in plan_conversion(convs, rules).layers] == ["1"]
+    match = re.search("a rule file with `(.*)` would match 1", str(error.value))[1]
+    assert match_rules(parse_rules(rule(match)), convs.sites)[0] == {"1": 0}
 
 
 # Which value applies: the rule's, else the option's, else the default.
@@ -246,14 +200,11 @@ def test_the_stage_is_what_a_pattern_finds(pattern, name, stage):
 
 
 def test_layers_of_a_stage_by_pattern_are_tied():
-    pattern = r"blocks\.(?:(?P<first>\d)|(?P<second>\d\d))$"
-    rules = rules_of({"name": "halves", "match": {"kind": "depthwise"}, "stage_pattern": pattern})
-    model = nn.Sequential()
-    model.blocks = nn.Sequential(*[depthwise() for _ in range(12)])
+    rules = rules_of({"name": "halves", "stage_pattern": r"(0|1)\."})
+    model = nn.Sequential(nn.Sequential(depthwise(), nn.Sequential(depthwise())), depthwise())
     plan = plan_of(model, None, rules=rules)
     assert plan.stages_from.endswith(", the pattern of rule 'halves'")
-    assert [layer.stage for layer in plan.layers] == ["first"] * 10 + ["second"] * 2
-    assert [layer.tie_group for layer in plan.layers] == ["first"] * 10 + ["second"] * 2
+    assert [layer.tie_group for layer in plan.layers] == ["0", "0", None]
 
 
 # Built-in rule sets.
@@ -292,16 +243,6 @@ def test_auto_prefers_depthwise_convolutions_with_a_side_of_at_least_3():
     assert choose_rules("auto", [*small, replace(SITE, kernel_size=(1, 3))]).source == "depthwise"
 
 
-@pytest.mark.parametrize("name", builtin_rules())
-def test_a_built_in_rule_set_is_loaded_by_name_or_file_with_its_text(name):
-    path = builtin_rules()[name]
-    rules = load_rules(name)
-    assert (rules.source, rules.text) == (name, path.read_text(encoding="utf-8"))
-    assert load_rules(path).rules == rules.rules
-    assert load_rules(str(path)).source == str(path)
-    assert rules.description
-
-
 # Mistakes, refused in one line with the place.
 
 VALID = """
@@ -335,70 +276,43 @@ def rule(text):
     return f"format: 1\nrules: [{{{text}}}]"
 
 
+# What is found, and a word of the message.
 MISTAKES = {
-    # a misspelt or unknown key, at every level
-    # Not: format is missing.
+    # misspelt, unknown or missing keys
     "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",
-    rule("dilated_sise: 9"): "rules[0]: unknown key 'dilated_sise' (did you mean 'dilated_size'?)",
-    rule(
-        "match: {kernel_size: {mim: 3}}"
-    ): "rules[0].match.kernel_size: unknown key 'mim' (did you mean 'min'?)",
-    "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": (
-        "defaults: unknown key 'kernel_count'; known: dilated_"
-    ),
-    # missing
+    rule("dilated_sise: 9"): "rules[0]: unknown key 'dilated_sise' (did you mean",
+    rule("match: {kernel_size: {mim: 3}}"): "rules[0].match.kernel_size: unknown key 'mim'",
     "rules: [{}]": "top level: format is missing",
     # values
     "format: true\nrules: [{}]": "format: found True; allowed is 1",
     "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
-    rule("match: depthwise"): "rules[0].match: found 'depthwise'; allowed is a mapping",
-    rule(
-        "match: {kind: depthwize}"
-    ): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
-    rule(
-        "kernel_count: true"
-    ): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
-    rule(
-        "interpolation: cubic"
-    ): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
-    rule("dilated_size: '+3'"): (
-        "rules[0].dilated_size: growth +3 must be even, or the output would shift; use +2 or +4"
-    ),
-    rule("dilated_size: '+0'"): (
-        "rules[0].dilated_size: found '+0'; allowed is an integer from 1 to 9999 for all sides, "
-        "a list with one for each side, or a growth: +4 is four cells more a side"
-    ),
-    rule(
-        "stage_pattern: ''"
-    ): "rules[0].stage_pattern: found ''; allowed is a regular expression for module names",
+    rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is",
+    rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is",
+    rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is",
+    rule("dilated_size: '+3'"): "rules[0].dilated_size: growth +3 must be even",
+    rule("dilated_size: '+0'"): "rules[0].dilated_size: found '+0'; allowed is an integer",
+    rule("stage_pattern: ''"): "rules[0].stage_pattern: found ''; allowed is",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
     # texts that a message must shorten or escape
     f"format: {'x' * 5000}": "format: found 'xxxx",
-    rule(r'kernel_count: "\e]0;title\a"'): "rules[0].kernel_count: found '",
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
 }
 # Relations between values, keys that JSON does not have, patterns, YAML.
 MISTAKES_BEYOND_A_SCHEMA = {
-    "format: 1\nrules: [{name: a}, {}, {name: a}]": (
-        "rules: rules[0] and rules[2] have the same name 'a'; rename one"
-    ),
+    "format: 1\nrules: [{name: a}, {}, {name: a}]": "rules: rules[0] and rules[2] have the same",
     # Without the error, it would be converted in silence.
     rule("skip: "): "rules[0].skip: found None; allowed is a string",
-    rule(
-        "match: {kernel_size: {min: 5, max: 3}}"
-    ): "rules[0].match.kernel_size: min 5 is above max 3",
+    rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
     rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
+    # There is one growth for all sides.
+    rule("dilated_size: [9, +4]"): "rules[0].dilated_size: found [9, '+4']",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: duplicate key 'format'",
-    "\0": "not valid YAML",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
-    "[" * 50_000: "not valid YAML: nested too deeply",
-    rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML",
+    "[" * 1_500: "not valid YAML: nested too deeply",
     rule("name: 2001-99-99"): "line 2: not valid YAML",
-    # It could not be written again.
-    rule(r'name: "\ud800"'): "line 2: not valid YAML",
 }
 
 
@@ -419,6 +333,18 @@ def test_a_mistake_is_an_error_of_one_line_with_the_place(text):
     assert one_line(error.value).startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("auto", "rules 'auto' are one of the built-in sets, chosen for a model"),
+        ("depthwize", r"rules 'depthwize' are neither .* \(did you mean 'depthwise'\?\)"),
+    ],
+)
+def test_what_is_no_rule_set_is_refused_with_those_that_are(source, says):
+    with pytest.raises(RuleError, match=f"^{says}"):
+        load_rules(source)
+
+
 def test_a_growth_may_be_written_with_and_without_quotes():
     for written in ("+4", "'+4'"):
         rules = parse_rules(rule(f"dilated_size: {written}"))
@@ -426,33 +352,17 @@ def test_a_growth_may_be_written_with_and_without_quotes():
         assert parse_rules(rules.text).rules == rules.rules
 
 
-def test_auto_is_not_a_rule_set_by_itself():
-    with pytest.raises(
-        RuleError, match=r"^rules 'auto' are one of the built-in sets, chosen for a"
-    ):
-        load_rules("auto")
-
-
-def test_an_unknown_rule_set_is_refused_with_the_known_ones():
-    known = "conv3x3, dense3x3, dense3x3x3, depthwise, auto"
-    message = f"are neither a file nor one of {known} (did you mean 'depthwise'?)"
-    with pytest.raises(RuleError, match=f"^rules 'depthwize' {re.escape(message)}$"):
-        load_rules("depthwize")
-
-
 def test_a_file_is_utf_8_with_or_without_its_mark_and_of_at_most_a_megabyte(tmp_path):
     text = "format: 1\nrules: [{name: café}]"
-    (path := tmp_path / "rules.yaml").write_text(text, encoding="utf-8-sig")
+    path = tmp_path / "rules.yaml"
+    path.write_text(text, encoding="utf-8-sig")
     assert (load_rules(path).label(0), load_rules(path).text) == ("café", text)
     path.write_text(text, encoding="utf-16")
     with pytest.raises(RuleError, match=r"rules.yaml: is not a UTF-8 text"):
         load_rules(path)
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse
-    with pytest.raises(
-        RuleError,
-        match=r"rules.yaml: cannot be read: has 1,099,511,627,776 bytes; at most 1,000,000 ",
-    ):
+    with pytest.raises(RuleError, match=r"bytes; at most 1,000,000 "):
         load_rules(path)
 
 
@@ -494,7 +404,6 @@ def rule_texts(draw):
     return yaml.safe_dump(data)
 
 
-@many_examples
 @given(text=rule_texts())
 @pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
 def test_any_file_is_refused_in_one_line_or_gives_rules_that_survive_writing(net, text):
@@ -509,13 +418,6 @@ def test_any_file_is_refused_in_one_line_or_gives_rules_that_survive_writing(net
     except DclsConvertError:
         return
     assert ConversionPlan.from_dict(plan.to_dict()) == plan
-
-
-def test_a_growth_in_a_list_of_sides_is_refused_and_not_read_as_a_size():
-    """There is one growth for all sides."""
-    for written in ("[+4, +4]", "[9, +4]", "['+4', '+4']"):
-        with pytest.raises(RuleError, match=r"^rules: rules\[0\].dilated_size: found .*'\+4'"):
-            parse_rules(rule(f"dilated_size: {written}"))
 
 
 # The schema, for editors.
