@@ -84,16 +84,6 @@ def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_ex
     assert mentioned == bool(report.layers_beyond_map)
 
 
-def test_large_and_unknown_maps_do_not_limit_positions():
-    positions = []
-    for image in ((4, 16, 16), (4, 5, 9), None):
-        model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
-        converted(model, (9, 13), image, positions="uniform")
-        positions.append(model[0].positions)
-    assert torch.equal(positions[0], positions[2])
-    assert torch.equal(positions[0], positions[1])
-
-
 def test_the_smallest_map_limits_positions_that_layers_share():
     model = nn.Sequential()
     model.stem = nn.Conv2d(4, 4, 1)

@@ -62,15 +62,3 @@ def test_the_folded_layer_is_a_plain_convolution_with_the_same_outputs(change):
     for training in (False, True):
         torch.testing.assert_close(model.train(training)(images), expected, rtol=0, atol=ATOL)
     copy.deepcopy(model).load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("frozen", ["bias", "weight"])
-def test_a_pruned_bias_keeps_its_own_requires_grad(frozen):
-    layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=4)
-    prune.random_unstructured(layer, "bias", 0.5)
-    parameter = layer.bias_orig if frozen == "bias" else layer.weight
-    parameter.requires_grad_(False)
-    layer(torch.randn(1, 4, 9, 9))
-    conv = layer.fuse()
-    assert conv.bias.requires_grad == (frozen == "weight")
-    assert conv.weight.requires_grad == (frozen == "bias")

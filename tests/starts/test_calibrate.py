@@ -22,27 +22,23 @@ from ..model_state import state_of
 from .networks import INPUT_SIZE, network, output_error, smooth_noise
 
 
-class WithContext(nn.Module):
-    def __init__(self, module, context):
+class InInferenceMode(nn.Module):
+    def __init__(self, module):
         super().__init__()
         self.module = module
-        self.context = context
 
     def forward(self, input):
-        with self.context():
-            return self.module(input).float()
+        with torch.inference_mode():
+            return self.module(input)
 
 
 @pytest.mark.filterwarnings("ignore:what the network does .* in training mode was not measured")
-@pytest.mark.parametrize(
-    "context", [torch.inference_mode, partial(torch.autocast, "cpu", enabled=False)]
-)
-def test_modes_that_a_module_enters_do_not_matter(context):
+def test_modes_that_a_module_enters_do_not_matter():
     states = []
     for wrapped in (False, True):
         model = network()
         if wrapped:
-            model[1][1] = WithContext(model[1][1], context)
+            model[1][1] = InInferenceMode(model[1][1])
         convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=INPUT_SIZE)
         states.append(tensors_hash(enumerate(model.state_dict().values())))
     assert states[0] == states[1]
@@ -110,8 +106,7 @@ def test_layers_that_are_measured_in_parts_get_the_same_weights(monkeypatch):
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_autocast_tf32_and_the_global_generator_do_not_matter(calibrated, monkeypatch):
+def test_autocast_tf32_and_the_global_generator_do_not_matter(monkeypatch):
     tf32_in_fits = set()
     fit_lines = fit.fit_lines
 
@@ -120,12 +115,10 @@ def test_autocast_tf32_and_the_global_generator_do_not_matter(calibrated, monkey
         return fit_lines(*args, **kwargs)
 
     monkeypatch.setattr(fit, "fit_lines", record_tf32)
-    model = network(channels=24)
-    model_under_autocast = network(channels=24)
-    images = smooth_noise(3, size=48)
-    options = {"dilated_size": 9, "budget": 60, "input_size": (3, 48, 48)}
-    if calibrated:
-        options["calibration"] = Calibration(batches=(images[:2],), held_out=(images[2:],))
+    model = network()
+    model_under_autocast = network()
+    options = {"dilated_size": 9, "budget": 60, "input_size": INPUT_SIZE}
+    options["calibration"] = smooth_noise(3)
     report = convert_(model, **options)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(3)
@@ -143,15 +136,6 @@ def test_autocast_tf32_and_the_global_generator_do_not_matter(calibrated, monkey
     )
 
 
-def test_with_an_element_for_every_cell_nothing_changes():
-    model = network()
-    images = smooth_noise()
-    with torch.no_grad():
-        before = model(images)
-    convert_(model, dilated_size=9, kernel_count=25, calibration=[images], input_size=INPUT_SIZE)
-    assert output_error(model, before, images) < 1e-4
-
-
 def unchanged(model):
     return model
 
@@ -161,17 +145,9 @@ def zero_some_kernels_(model):
         block[0].weight.data[::2] = 0
 
 
-def zero_some_channels_(model):
-    model[0].weight.data[:3] = 0
-    model[0].bias.data[:3] = 0
-
-
 AWKWARD = {
     "zero kernels": (zero_some_kernels_, smooth_noise()),
-    "dead channels": (zero_some_channels_, smooth_noise()),
-    "constant": (unchanged, torch.full((4, *INPUT_SIZE), 0.5)),
     "zero": (unchanged, torch.zeros(2, *INPUT_SIZE)),
-    "one image": (unchanged, smooth_noise(1)),
     "small images": (unchanged, smooth_noise(4, size=3)),
     "bfloat16": (nn.Module.bfloat16, smooth_noise()),
     "float16": (nn.Module.half, smooth_noise()),
@@ -279,12 +255,10 @@ def test_a_convolution_called_twice_is_calibrated_for_both_calls():
     "images",
     [
         smooth_noise(1),
-        smooth_noise(2),
         smooth_noise(5, size=12),
-        torch.full((1, *INPUT_SIZE), -1.0),
         torch.linspace(-1, 1, 10).reshape(-1, 1, 1, 1).expand(-1, *INPUT_SIZE),
     ],
-    ids=["one", "two", "half the size", "black", "constant"],
+    ids=["one", "half the size", "constant"],
 )
 def test_calibration_on_few_or_useless_images_is_not_worse_than_the_fit(images):
     unseen = smooth_noise(16, seed=1)

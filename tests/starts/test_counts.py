@@ -103,62 +103,25 @@ rules:
   - {match: {path: "stages.1.*"}, kernel_count: 3}
   - {name: "rules[0]", match: {kernel_size: {min: 3}}}
 """
-ALL_STATED = parse_rules(
-    "format: 1\nrules:\n  - {match: {kernel_size: {min: 3}}, kernel_count: 3}\n"
-)
 
 
 @pytest.mark.parametrize("tie", ["stage", "none"])
 def test_stated_counts_stay_and_the_rest_of_the_budget_is_allocated(tie):
-    reports = [
-        convert_(
-            three_stages(),
-            dilated_size=9,
-            input_size=INPUT_SIZE,
-            rules=parse_rules(RULES),
-            tie=tie,
-            scope=scope,
-        )
-        for scope in ("model", "error")
-    ]
-    for report in reports:
-        assert {layer.kernel_count for layer in report.layers if "s.1." in layer.name} == {3}
-        assert report.budget.used <= report.budget.limit
-    assert len({layer.kernel_count for layer in reports[1].layers}) > 2
-
-
-@pytest.mark.parametrize("options", [{"kernel_count": 4}, {"rules": ALL_STATED}], ids=str)
-def test_images_change_no_count_if_all_counts_are_stated(options):
-    counts = []
-    for images in (None, [smooth_noise()]):
-        report = convert_(
-            three_stages(), dilated_size=9, input_size=INPUT_SIZE, calibration=images, **options
-        )
-        counts.append([layer.kernel_count for layer in report.layers])
-    assert counts[0] == counts[1]
-
-
-def test_scope_error_keeps_a_budget_that_is_too_small_for_each_layer_alone():
-    """22 % of a 3x3 layer has no room for an element per kernel, but 22 % of the model has."""
-    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "budget": 22, "tie": "none"}
-    report = convert_(three_stages(), scope="error", **options)
+    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "rules": parse_rules(RULES)}
+    report = convert_(three_stages(), tie=tie, scope="error", **options)
+    assert {layer.kernel_count for layer in report.layers if "s.1." in layer.name} == {3}
     assert report.budget.used <= report.budget.limit
-    report_of_model_scope = convert_(three_stages(), scope="model", **options)
-    assert {layer.kernel_count for layer in report_of_model_scope.layers} == {1}
+    assert len({layer.kernel_count for layer in report.layers}) > 2
 
 
 def test_the_default_scope_is_error_with_images_and_model_without():
-    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "budget": 80}
-    without_images = convert_(three_stages(), **options)
-    assert without_images.plan.scope == "model"
+    """And images change no count that is stated."""
+    options = {"dilated_size": 9, "input_size": INPUT_SIZE}
     images = [smooth_noise()]
+    assert convert_(three_stages(), **options).plan.scope == "model"
     assert convert_(three_stages(), calibration=images, **options).plan.scope == "error"
-
-    def counts(**scope):
-        report = convert_(three_stages(), calibration=images, **options, **scope)
-        return {layer.name: layer.kernel_count for layer in report.layers}
-
-    assert counts() == counts(scope="error") != counts(scope="model")
+    stated = convert_(three_stages(), calibration=images, kernel_count=4, **options)
+    assert {layer.kernel_count for layer in stated.layers} == {4}
 
 
 @many_examples

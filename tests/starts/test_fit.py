@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConv2d, convert_
@@ -18,13 +17,12 @@ from dcls_convert.layers.interpolation import (
     Interpolation,
     find_interpolation,
 )
-from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.starts.boxes import Box
 from dcls_convert.starts.fit import fit_elements, lines_of
 from dcls_convert.starts.positions import errors_by_count, fit_lines, squared_errors
 
 CASES = {
-    "depthwise 7x7": {"shape": (6, 1, 7, 7), "size": (17, 17), "count": 34},
+    "depthwise 7x7": {"shape": (2, 1, 7, 7), "size": (17, 17), "count": 34},
     "dense 3x3": {"shape": (4, 3, 3, 3), "size": (7, 7), "count": 5},
     "not square": {"shape": (4, 2, 3, 5), "size": (9, 7), "count": 6},
     "dilated": {"shape": (4, 2, 3, 3), "size": (9, 7), "dilation": (2, 1), "count": 5},
@@ -291,19 +289,3 @@ def test_the_report_states_each_layers_relative_kernel_error(init, device):
             positions = layer.positions
             (gradient,) = torch.autograd.grad((kernel * torch.randn(6, 1, 9, 9)).sum(), positions)
             assert (gradient != 0).all()
-
-
-@pytest.mark.parametrize("conv_class", [StdConv2d, ScaledStdConv2d])
-def test_with_weight_standardisation_a_fit_is_no_worse_than_the_largest_cells(conv_class):
-    rules = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
-
-    def errors(init):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            conv_class(3, 8, 3, padding=1), nn.ReLU(), conv_class(8, 8, 3, padding=1)
-        )
-        report = convert_(model, init=init, rules=rules, dilated_size=7, input_size=(3, 8, 8))
-        return [layer.fit_error for layer in report.layers]
-
-    for error, error_of_largest in zip(errors("fit"), errors("largest"), strict=True):
-        assert error <= error_of_largest

@@ -22,9 +22,7 @@ from dcls_convert import DclsConvertError, calibrate, convert_, find_convs, plan
 from ..model_state import state_of
 from ..several_inputs import EXAMPLES, IMAGE, TwoImages
 
-FORMATS = ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"]
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")
-SAMPLES_PER_PIXEL = b"\x15\x01\x03\0\x01\0\0\0"  # a TIFF tag, without its value
 SIZE = (3, 24, 32)
 
 
@@ -177,49 +175,20 @@ def test_no_file_is_run_as_a_program(read, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_formats_are_recognised_by_content_whatever_the_suffix(read, tmp_path):
-    """ImageNet has a PNG, and images in CMYK, under names that end in .JPEG."""
-    for image_format in FORMATS:
-        mode = "CMYK" if image_format == "JPEG" else "RGB"
-        PHOTO.convert(mode).save(tmp_path / f"{image_format}.JPEG", image_format)
-    assert len(read(tmp_path, held_out=())) == len(FORMATS)
-
-
-def encoded(image, image_format, **options):
-    data = io.BytesIO()
-    image.save(data, image_format, **options)
-    return data.getvalue()
-
-
 def test_damaged_files_are_read_or_noted_and_pillow_prints_nothing(read, tmp_path, monkeypatch):
     # Without handlers, as in the program, log records go to stderr.
     monkeypatch.setattr(logging.root, "handlers", [])
-    chunks = encoded(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT")
-    tiff = encoded(PHOTO, "TIFF")
-    assert tiff.count(SAMPLES_PER_PIXEL + b"\3\0") == 1
     exif_without_entries = b"Exif\0\0II*\0\x08\0\0\0\x05\0"  # states five, has none
-    readable = {
-        "exif.jpg": encoded(PHOTO, "JPEG", exif=exif_without_entries),
-        "palette.png": encoded(PHOTO.quantize(16), "PNG", transparency=bytes(range(16))),
-    }
-    unreadable = {
-        # A large image in a small file.
-        "bomb.png": encoded(Image.new("1", (14_000, 14_000)), "PNG"),
-        "chunk.png": chunks[0] + b"I\0AT" + chunks[2],
-        "samples.tif": tiff.replace(SAMPLES_PER_PIXEL + b"\3\0", SAMPLES_PER_PIXEL + b"\3\4"),
-    }
-    for name, data in (readable | unreadable).items():
-        (tmp_path / name).write_bytes(data)
+    PHOTO.save(tmp_path / "exif.jpg", exif=exif_without_entries)
+    PHOTO.convert("CMYK").save(tmp_path / "a_tiff.jpg", "TIFF")
+    Image.new("1", (14_000, 14_000)).save(tmp_path / "bomb.png")  # a large image in a small file
     notes = []
     stderr = io.StringIO()
     with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(stderr):
         images = read(tmp_path, held_out=(), note=notes.append)
     assert stderr.getvalue() == ""
-    assert len(images) == len(readable)
-    assert [note.partition(": ")[0].removeprefix("skipped ") for note in notes] == [
-        str(tmp_path / name) for name in unreadable
-    ]
-    assert all(note.isprintable() for note in notes)
+    assert len(images) == 2
+    assert [note.partition(":")[0] for note in notes] == [f"skipped {tmp_path / 'bomb.png'}"]
 
 
 def grey_image(mode, low, high):
@@ -229,35 +198,17 @@ def grey_image(mode, low, high):
     return image
 
 
-@pytest.mark.parametrize(
-    ("image_format", "mode"),
-    [("PNG", "I;16"), ("TIFF", "I;16"), ("TIFF", "I;16B"), ("PPM", "I")],
-)
-def test_grey_values_of_16_bits_are_scaled(read, tmp_path, image_format, mode):
-    (tmp_path / "a.png").write_bytes(encoded(grey_image("L", 64, 192), "PNG"))
-    scaled = grey_image(mode, 64 * 257, 192 * 257)
-    (tmp_path / "b.png").write_bytes(encoded(scaled, image_format))
-    ((with_8_bits, with_16_bits),) = read(tmp_path, held_out=()).batches
-    assert torch.equal(with_8_bits, with_16_bits)
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_32_bits_are_refused_since_their_range_is_unknown(read, tmp_path, mode):
-    (tmp_path / "a.tif").write_bytes(encoded(grey_image(mode, 64, 192), "TIFF"))
+def test_grey_values_of_16_bits_are_scaled_and_those_of_32_refused(read, tmp_path):
+    """The range of 32 bits is not known."""
+    grey_image("L", 64, 192).save(tmp_path / "a.png")
+    for name, mode in {"b.png": "I;16", "c.tif": "I;16B", "d.ppm": "I"}.items():
+        grey_image(mode, 64 * 257, 192 * 257).save(tmp_path / name)
+    grey_image("F", 64, 192).save(tmp_path / "e.tif")
     notes = []
-    with pytest.raises(DclsConvertError, match="there are no images"):
-        read(tmp_path, note=notes.append)
+    ((with_8_bits, *with_16_bits),) = read(tmp_path, held_out=(), note=notes.append).batches
+    assert len(with_16_bits) == 3
+    assert all(torch.equal(image, with_8_bits) for image in with_16_bits)
     assert "32 bits" in notes[0]
-
-
-def test_the_orientation_that_exif_states_is_applied(read, tmp_path):
-    image = Image.effect_noise((60, 40), 90)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: rotate by 90 degrees clockwise to show it
-    (tmp_path / "a.png").write_bytes(encoded(image, "PNG", exif=exif))
-    (tmp_path / "b.gif").write_bytes(encoded(image.rotate(-90, expand=True), "GIF"))
-    ((with_exif, rotated),) = read(tmp_path, held_out=()).batches
-    assert torch.equal(with_exif, rotated)
 
 
 # Tensors, and images that are given to compare on.
@@ -269,12 +220,6 @@ def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_
     for form in (images, [images], list(images), loader, [[image, 0] for image in images]):
         assert torch.equal(torch.cat(calibrate(*model_and_plan, form).batches), images)
     assert len(calibrate(*model_and_plan, images[0])) == 1
-
-
-def test_images_are_in_batches_of_at_most_eight_of_one_size(model_and_plan):
-    images = [torch.rand(20, *SIZE), torch.rand(2, 3, 40, 40), torch.rand(SIZE)]
-    batches = calibrate(*model_and_plan, images, held_out=()).batches
-    assert [len(batch) for batch in batches] == [8, 8, 4, 2, 1]
 
 
 @pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (4, 2, 6), (3, 20)])
@@ -305,30 +250,29 @@ def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "says"),
     [
         ({"mean": (0.5,)}, "give mean and std, or neither"),
         ({"mean": 0.5, "std": (0.2, 0, 0.2)}, "std 0.2,0,0.2 must be above 0"),
-        ({"mean": (0.5, 0.5), "std": (1.0,)}, r"mean \(0.5, 0.5\): give a number, or 3, one per"),
-        (
-            {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)},
-            "mean 123.675,116.28,103.53 must be from 0 to 1, .* it is 0.485,0.456,0.406$",
-        ),
-        ({"mean": 0.5, "std": 57.375}, "std 57.375 must be from 0 to 1, .* it is 0.225$"),
+        ({"mean": (0.5, 0.5), "std": (1.0,)}, "give a number, or 3, one per channel"),
+        ({"mean": 0.5, "std": 57.375}, "must be from 0 to 1, .* it is 0.225$"),
         ({"mean": float("nan"), "std": 0.5}, "mean nan must be from 0 to 1"),
-        ({"mean": 0.5, "std": "half"}, "std 'half': give a number, or 3, one per channel"),
+        ({"mean": 0.5, "std": "half"}, "give a number, or 3, one per channel"),
     ],
 )
-def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, options, message):
+def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, options, says):
     write_images(tmp_path, 1)
-    with pytest.raises(DclsConvertError, match=message):
+    with pytest.raises(DclsConvertError, match=says):
         calibrate(*model_and_plan, tmp_path, **options)
     with pytest.raises(DclsConvertError, match="not for tensors"):
         calibrate(*model_and_plan, torch.rand(1, 3, 8, 8), **options)
 
 
+FORM = "give float images (N, 3, rows, columns), normalised as the model takes them"
+
+
 @pytest.mark.parametrize(
-    ("images", "size", "message"),
+    ("images", "size", "says"),
     [
         ("none", SIZE, "there is no such folder"),
         ("file", SIZE, "is not a folder"),
@@ -337,15 +281,17 @@ def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, 
         (".", (4, 8, 8), "1 or 3 channels"),
         ([], SIZE, "there are no images"),
         ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
-        ([torch.zeros(1, 3, 8, 8)], SIZE, "the images are constant"),
-        (torch.rand(9, 3, 1, 1).expand(9, *SIZE), SIZE, "the images are constant"),
         ((torch.rand(9, *SIZE) - 123.675) / 58.395, SIZE, "the images are constant"),
         (["a.png"], SIZE, "found a value of type str; give float images"),
-        ({"image": torch.rand(SIZE)}, SIZE, "found a value of type dict; give float images"),
         (8, SIZE, "found a value of type int; give float images"),
+        (torch.zeros(8), None, "(8,), float32; give float images (N, channels, rows, columns)"),
+        (torch.zeros(5, 3, 8, 8, dtype=torch.uint8), SIZE, f"(5, 3, 8, 8), uint8; {FORM}"),
+        ([torch.zeros(5, 8, 8, 3)], SIZE, f"(5, 8, 8, 3), float32; {FORM}"),
+        (torch.zeros(5, 8, 1), (1, 8), "give float images (N, 1, *spatial)"),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images, size, message):
+def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images, size, says):
     model, plan = model_and_plan
     for name in ("file", "a.png"):
         (tmp_path / name).write_bytes(b"x")
@@ -353,33 +299,8 @@ def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images
     if isinstance(images, str):
         images = tmp_path / images
         options = {"mean": 0, "std": 1}
-    with pytest.raises(DclsConvertError, match=message):
+    with pytest.raises(DclsConvertError, match=re.escape(says)):
         calibrate(model, replace(plan, input_size=size), images, **options)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "size", "expected"),
-    [
-        ((8,), torch.float32, None, "(N, channels, rows, columns)"),
-        ((5, 3, 8, 8), torch.uint8, SIZE, "(N, 3, rows, columns)"),
-        ((5, 8, 8, 3), torch.float32, SIZE, "(N, 3, rows, columns)"),
-        ((8, 8, 3), torch.float16, SIZE, "(N, 3, rows, columns)"),
-        ((5, 8, 1), torch.float32, (1, 8), "(N, 1, *spatial)"),
-    ],
-)
-def test_a_tensor_of_the_wrong_shape_or_type_is_refused_with_the_right_one(
-    model_and_plan, shape, dtype, size, expected
-):
-    model, plan = model_and_plan
-    name = str(dtype).removeprefix("torch.")
-    message = (
-        f"calibration: found a tensor of {shape}, {name}; "
-        f"give float images {expected}, normalised as the model takes them"
-    )
-    tensor = torch.zeros(shape, dtype=dtype)
-    for images in (tensor, [tensor]):
-        with pytest.raises(DclsConvertError, match=f"^{re.escape(message)}$"):
-            calibrate(model, replace(plan, input_size=size), images)
 
 
 def test_images_are_refused_for_a_network_of_several_inputs():
