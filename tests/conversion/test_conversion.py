@@ -25,7 +25,6 @@ from dcls_convert.conversion.convert import carry_out
 from dcls_convert.conversion.load import load
 from dcls_convert.conversion.plan_network import check_stored_plan
 from dcls_convert.conversion.request import ConversionRequest
-from dcls_convert.errors import CheckpointError
 from dcls_convert.placing.place import place_layers_without_values_
 from dcls_convert.planning.plan_options import PlanOptions
 
@@ -151,14 +150,11 @@ def test_placing_gives_structure_alone(device):
         place_layers_without_values_(model, plan)
     assert torch.equal(state, torch.get_rng_state())
     assert operations.count < 40 * len(plan.layers)  # nothing is computed from the kernels
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
     converted = small_model()
     apply_plan_(converted, plan, init="random")
-    placed_shapes, converted_shapes = (
-        {name: (tensor.shape, tensor.dtype) for name, tensor in each.state_dict().items()}
-        for each in (model, converted)
-    )
-    assert placed_shapes == converted_shapes
-    assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
+    placed = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert placed == {name: tensor.shape for name, tensor in converted.state_dict().items()}
 
 
 # --- Plans for other weights
@@ -207,27 +203,6 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
 def test_options_in_conflict_are_refused_by_the_request(settings, says):
     with pytest.raises(PlanError, match=says):
         ConversionRequest(**{"model": small_model(), **settings})
-
-
-def test_weights_that_do_not_fit_are_refused_though_the_network_is_not_built(tmp_path):
-    state = timm.create_model(TINY).state_dict()
-    del state["stem.0.weight"]
-    request = ConversionRequest(model=TINY, weights=state, init="largest", dry_run=True)
-    with pytest.raises(CheckpointError, match=r"stem\.0\.weight"):
-        carry_out(request)
-
-
-def test_a_dry_run_gives_the_plan_and_the_report_and_leaves_the_model():
-    model = small_model()
-    before = state_of(model)
-    request = request_for(model, "random")
-    dry = carry_out(replace(request, dry_run=True))
-    assert dry.model is None
-    assert state_of(model) == before
-    done = carry_out(request)
-    assert done.model is model
-    assert dry.plan == done.plan
-    assert dry.report == done.report
 
 
 def test_a_plan_is_approved_before_anything_changes_and_before_counts_are_measured():

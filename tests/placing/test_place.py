@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from dcls_convert.conversion.apply_plan import apply_plan_
@@ -49,23 +49,9 @@ def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
     assert_refused(WRONG_MODELS[wrong](), plan_of(Net()), PlanError, match=match)
 
 
-def test_layers_of_a_traced_graph_and_its_copies_share_positions():
-    model = fx.symbolic_trace(Net())
-    apply_plan_(model, plan_of(model), init="random")
-    copied = copy.deepcopy(model)
-    assert state_of(copied).keys() == state_of(model).keys()
-    one, other = (copied.get_submodule(f"layer1.{index}") for index in (0, 1))
-    assert one.positions is other.positions is not model.get_submodule("layer1.0").positions
-
-
-@pytest.mark.parametrize("missing", [False, True], ids=["another object", "no module"])
-def test_all_names_of_a_shared_convolution_must_be_the_same_object(missing):
+def test_all_names_of_a_shared_convolution_must_be_the_same_object():
     """Otherwise, two convolutions would become one layer."""
-    plan = plan_of(Shared())
-    model = Shared(shared=False)
-    if missing:
-        model.stages = nn.ModuleList([nn.Sequential(), nn.Sequential(depthwise())])
-    assert_refused(model, plan, PlanError)
+    assert_refused(Shared(shared=False), plan_of(Shared()), PlanError)
 
 
 def test_apply_plan_removes_its_layers_if_it_fails(monkeypatch):

@@ -152,6 +152,7 @@ def test_an_integer_leaves_sides_of_1_and_dense_axes(kernel, size, rule, window,
             ({"kernel_count": count}, "must be a positive integer, auto or exact")
             for count in (0, 1.5, True, "34", None)
         ),
+        ({"scope": "error"}, "needs the trained kernels, which are not given here"),
         ({"kernel_count": 50}, "layer1.0: kernel count 50 is more than the 49 cells"),
         ({"kernel_count": 5, "scope": "model"}, "kernel count states the count"),
         ({"kernel_count": 5, "budget": 50}, "kernel count states the count"),

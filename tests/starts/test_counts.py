@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
+from dcls_convert import convert_
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.starts import counts as counts_module
 from dcls_convert.starts.counts import MAX_CHANNEL_PAIRS, sample_channels, solve_knapsack
 
 from ..conftest import many_examples
-from .networks import INPUT_SIZE, network, output_error, smooth_noise
+from .networks import INPUT_SIZE, output_error, smooth_noise
 
 # (cost of an element, errors with 0, 1, ... elements) of each group.
 ERRORS = st.lists(st.floats(0, 1), min_size=2, max_size=6)
@@ -142,15 +142,3 @@ def test_sampled_kernels_come_with_the_roots_of_their_input_channels(data):
     outputs_per_group = len(sampled_channels) // sampled_groups
     expected = roots.reshape(-1, 1, inputs_per_group).expand(-1, outputs_per_group, -1)
     assert torch.equal(expected.reshape(sampled_channels.shape), sampled_channels)
-
-
-def test_scope_error_needs_kernels_to_measure():
-    model = network()
-    with pytest.raises(DclsConvertError, match="convert_"):
-        plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, scope="error")
-    with pytest.raises(DclsConvertError, match="is for init 'fit'"):
-        convert_(model, dilated_size=9, scope="error", init="random", input_size=INPUT_SIZE)
-    with torch.device("meta"):
-        meta_model = network()
-    with pytest.raises(DclsConvertError, match="meta"):
-        convert_(meta_model, dilated_size=9, scope="error", input_size=INPUT_SIZE)

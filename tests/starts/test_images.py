@@ -17,10 +17,9 @@ from PIL import EpsImagePlugin, Image
 from torch import nn
 from torchvision.transforms.functional import normalize, to_tensor
 
-from dcls_convert import DclsConvertError, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
 
 from ..model_state import state_of
-from ..several_inputs import EXAMPLES, IMAGE, TwoImages
 
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")
 SIZE = (3, 24, 32)
@@ -301,9 +300,3 @@ def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images
         options = {"mean": 0, "std": 1}
     with pytest.raises(DclsConvertError, match=re.escape(says)):
         calibrate(model, replace(plan, input_size=size), images, **options)
-
-
-def test_images_are_refused_for_a_network_of_several_inputs():
-    images = torch.zeros(2, *IMAGE)
-    with pytest.raises(DclsConvertError, match=r"and this one takes 1x3x16x16, 1x1x16x16"):
-        convert_(TwoImages(), example_inputs=EXAMPLES[TwoImages], calibration=images)

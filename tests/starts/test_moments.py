@@ -151,15 +151,6 @@ def test_images_of_one_batch_or_of_several_have_the_same_moments(name, joint):
     torch.testing.assert_close(together.costs(), one_by_one.costs())
 
 
-@pytest.mark.parametrize("size", [(56, 56), (1, 2048), (3, 3), (200, 300)])
-def test_about_the_wanted_number_of_places_is_sampled(size):
-    layer = DCLS_LAYERS[2].from_conv_without_values(nn.Conv2d(1, 1, 1), 1, 1, "bilinear", ())
-    box = Box((1, 1), (1, 1), (1, 1), "bilinear")
-    moments = moments_of(layer, box, torch.zeros(2, 1, *size))
-    wanted = min(moments_module.SAMPLES_PER_IMAGE, math.prod(size))
-    assert wanted / 2 < moments.sample_count / 2 < 5 * wanted
-
-
 def group_of(*convs):
     """Return the tie group of these convolutions of a 5x5 kernel, within a 9x9 window."""
     model = nn.Sequential(nn.Sequential(*convs))
