@@ -21,19 +21,22 @@ from .request import ConversionRequest
 
 # On a converted model; copies and pickles keep it.
 PROVENANCE_ATTRIBUTE = "dcls_provenance"
-# Fields of a request that are not recorded as options. The model and the command have entries of
-# their own, `options` is recorded field by field, and the others do not change the result.
-NOT_OPTIONS = ("model", "options", "needs_authors_elements", "dry_run", "command")
+# Fields of a request that are not recorded as options. The first five have entries of their own,
+# `options` is recorded field by field, and the others do not change the result.
+NOT_OPTIONS = (
+    *("model", "command", "seed", "weights", "pretrained"),
+    *("options", "needs_authors_elements", "dry_run"),
+)
 # Options that name a file, or are in memory.
-FILE_OPTIONS = ("rules", "weights", "calibration", "held_out", "plan_folder", "example_inputs")
+FILE_OPTIONS = ("rules", "calibration", "held_out", "plan_folder", "example_inputs")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
 
 
 def describe_conversion(request: ConversionRequest) -> dict[str, Any]:
     """Return the record of a conversion."""
     weights = "random"
-    if request.weights is not None:
-        weights = _plain_value("weights", request.weights)
+    if isinstance(request.weights, Path):
+        weights = request.weights.name
     elif request.pretrained:
         weights = "pretrained"
     elif request.trained:

@@ -82,7 +82,8 @@ class ConversionRequest:
     device: str | None = None  # where a named model is fitted and compared; None for the CPU
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", plain_numbers(self.seed))
+        for name in ("seed", "input_size"):
+            object.__setattr__(self, name, plain_numbers(getattr(self, name)))
         _refuse_conflicts(self)
 
     @property

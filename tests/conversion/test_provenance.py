@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -44,12 +45,7 @@ def test_the_command_is_what_main_was_given(tmp_path):
     command = f"dcls-convert {' '.join(words)} '{tmp_path}/my rules.yaml'"
     assert provenance == {
         "command": command,
-        "request": {
-            "model": MODEL,
-            "rules": "my rules.yaml",
-            "input_size": [3, 32, 32],
-            "seed": 7,
-        },
+        "request": {"model": MODEL, "rules": "my rules.yaml", "input_size": [3, 32, 32]},
         "seed": 7,
         "weights": "random",
         "versions": provenance["versions"],
@@ -66,7 +62,8 @@ def test_the_command_is_what_main_was_given(tmp_path):
 def test_a_conversion_in_python_has_a_request_and_no_command():
     def converted():
         model = timm.create_model(TINY)
-        convert_(model, dilated_size=(9, 9), init="random", input_size=[3, 32, 32], seed=5)
+        sizes = {"dilated_size": np.array([9, 9]), "input_size": np.array([3, 32, 32])}
+        convert_(model, init="random", seed=np.int64(5), **sizes)
         return model
 
     model = converted()
@@ -75,24 +72,26 @@ def test_a_conversion_in_python_has_a_request_and_no_command():
         provenance = provenance_of(kept)
         assert provenance["command"] is None
         assert provenance["weights"] == "in memory"
+        assert provenance["seed"] == 5
         assert provenance["request"] == {
             "model": "ConvNeXt",
             "dilated_size": [9, 9],
             "input_size": [3, 32, 32],
             "init": "random",
-            "seed": 5,
         }
 
 
 def test_files_are_named_without_folders_and_all_other_values_as_in_memory(tmp_path):
     write_trained(tmp_path, MODEL, images=3)
     weights = ("--checkpoint", tmp_path / "weights.safetensors")
-    run(MODEL, *SMALL, *weights, "--calibrate", tmp_path / "images", "-o", "first", "--quiet")
-    first = stored_provenance("first")
-    assert first["weights"] == first["request"]["weights"] == "weights.safetensors"
+    budget = ("--budget", 80, "--quiet")
+    run(MODEL, *SMALL, *weights, "--calibrate", tmp_path / "images", *budget)
+    name = f"{MODEL}-dcls5-budget80-calibrated"  # the default
+    first = stored_provenance(name)
+    assert first["weights"] == "weights.safetensors"
     assert first["request"]["calibration"] == "images"
-    run(MODEL, "--plan", tmp_path / "first", "-o", "second", "--quiet")
-    assert stored_provenance("second")["request"]["plan_folder"] == "first"
+    run(MODEL, "--plan", tmp_path / name, "-o", "second", "--quiet")
+    assert stored_provenance("second")["request"]["plan_folder"] == name
 
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     rules = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "dilated_size": 5}]}
