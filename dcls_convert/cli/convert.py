@@ -249,11 +249,12 @@ def _show(conversion: "Conversion", verbose: int) -> None:
 
 
 def _default_output(conversion: "Conversion") -> Path:
-    """Return the default output folder: the model's name, the window's size and the start.
+    """Return the default output folder: model, window, stated count or budget, and start.
 
     Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
     several sizes grow by the same number of cells; -dcls if windows differ in another way;
-    -dcls17-fit if elements do not start at random, and -dcls17-calibrated after a calibration.
+    -dcls17-count20 and -dcls17-budget80 if these are stated; -dcls17-fit if elements do not start
+    at random, and -dcls17-calibrated after a calibration.
     """
     plan = conversion.plan
     sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes}
@@ -267,6 +268,12 @@ def _default_output(conversion: "Conversion") -> Path:
         size = size_text(sides)
         if len(set(sides)) == 1:
             size = str(sides[0])
+    counts = ""
+    options = conversion.request.options
+    if options.kernel_count != AUTO:
+        counts = f"-count{options.kernel_count}"
+    elif plan.share != 1:
+        counts = f"-budget{float(100 * plan.share):g}"
     start = ""
     if conversion.request.calibration is not None:
         start = "-calibrated"
@@ -274,7 +281,7 @@ def _default_output(conversion: "Conversion") -> Path:
         start = f"-{conversion.request.start}"
     assert conversion.source is not None
     _, _, name = conversion.source.name.rpartition(":")  # without the registry
-    return Path(f"{Path(name).name}-dcls{size}{start}")
+    return Path(f"{Path(name).name}-dcls{size}{counts}{start}")
 
 
 def _reason_to_keep(path: Path) -> str | None:
