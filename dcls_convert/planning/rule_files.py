@@ -81,7 +81,7 @@ def _as_yaml(rules: Mapping[str, Any]) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, and adds line numbers to Python's own errors."""
+    """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Make a mapping as SafeLoader does, but refuse duplicate keys and keep growths as text."""
@@ -98,23 +98,15 @@ class _StrictLoader(yaml.SafeLoader):
                 _tag_growths_as_strings_(value)
         return super().construct_mapping(node, deep)
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Make an object as SafeLoader does, but add the line number to Python's own errors."""
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, int | str):
-                str(value).encode()  # ValueError for too many digits, or for half a surrogate pair
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            problem = f"{type(error).__name__}: {one_line(error)}"
-            raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
-        return value
-
 
 def _tag_growths_as_strings_(size: yaml.Node) -> None:
-    """Tag growths as strings, also in a list of sides: YAML would read +4 as the integer 4."""
+    """Tag growths as strings, also in a list of sides: YAML would read +4 as the integer 4.
+
+    So are sides with a leading 0, which YAML would read as octal; as strings, they are refused.
+    """
     sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
     for side in sides:
-        if isinstance(side, yaml.ScalarNode) and side.value.startswith("+"):
+        if isinstance(side, yaml.ScalarNode) and side.value.startswith(("+", "0")):
             side.tag = STRING_TAG
 
 
@@ -185,7 +177,10 @@ def _problem_to_report(error: ValidationError) -> str:
         return f"top level: {place} is missing"
     if problem["type"] == "value_error":
         return f"{place}: {problem['ctx']['error']}"
-    return f"{place}: found {shortened(reprlib.repr(problem['input']))}; allowed is {allowed}"
+    found = shortened(reprlib.repr(problem["input"]))
+    if problem["type"] == "string_type":
+        found += " (if it is a string, quote it)"  # YAML reads 1.10 as the number 1.1
+    return f"{place}: found {found}; allowed is {allowed}"
 
 
 def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:

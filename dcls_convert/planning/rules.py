@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -170,10 +169,7 @@ class Match(_Strict):
         return self.path or []
 
     def mismatch(self, site: "ConvSite") -> str | None:
-        """Describe the first predicate that `site` fails, or return None if all hold.
-
-        A predicate also fails if the site's value is not known.
-        """
+        """Describe the first predicate that `site` fails, or return None if all hold."""
         for predicate in type(self).model_fields:
             stated = getattr(self, predicate)
             if stated is None:
@@ -182,10 +178,7 @@ class Match(_Strict):
                 if not matches_path(site.names, self.paths):
                     return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
                 continue
-            value = getattr(site, predicate)
-            # A stage of None is a known value: the site is outside all stages.
-            if value is None and predicate != "stage":
-                return f"{predicate} is not known"
+            value = getattr(site, predicate)  # None for a site outside all stages
             if value is None or not _holds(stated, value):
                 return f"{predicate} is {_in_words(value)}, not {_in_words(stated)}"
         return None
@@ -298,23 +291,8 @@ class RuleSet(_Strict):
     )
     rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
 
-    @field_validator("rules")
-    @classmethod
-    def _names_are_unique(cls, rules: list[Rule]) -> list[Rule]:
-        first_of: dict[str, int] = {}
-        for index, rule in enumerate(rules):
-            if rule.name is None:
-                continue
-            first = first_of.setdefault(rule.name, index)
-            if first != index:
-                raise ValueError(
-                    f"rules[{first}] and rules[{index}] have the same name "
-                    f"{shortened(rule.name)!r}; rename one"
-                )
-        return rules
-
     _source: str = UNNAMED_RULES  # the file or name it was loaded from, for messages
-    _text: str = ""  # the file as it was given
+    _text: str  # the file as it was given
 
     @property
     def source(self) -> str:
@@ -323,8 +301,8 @@ class RuleSet(_Strict):
 
     @property
     def text(self) -> str:
-        """The rules as YAML: as they were given, or written from the record."""
-        return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
+        """The rules as YAML, as they were given."""
+        return self._text
 
     def label(self, index: int) -> str:
         """Return the name of a rule for messages: its own, or its index."""

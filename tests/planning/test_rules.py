@@ -299,7 +299,6 @@ MISTAKES = {
 }
 # Relations between values, keys that JSON does not have, patterns, YAML.
 MISTAKES_BEYOND_A_SCHEMA = {
-    "format: 1\nrules: [{name: a}, {}, {name: a}]": "rules: rules[0] and rules[2] have the same",
     # Without the error, it would be converted in silence.
     rule("skip: "): "rules[0].skip: found None; allowed is a string",
     rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above",
@@ -312,7 +311,11 @@ MISTAKES_BEYOND_A_SCHEMA = {
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
     "[" * 1_500: "not valid YAML: nested too deeply",
-    rule("name: 2001-99-99"): "line 2: not valid YAML",
+    rule("name: 2001-99-99"): "not valid YAML",
+    # read by YAML as numbers
+    rule("match: {path: 1.10}"): "rules[0].match.path: found 1.1 (if it is a string, quote it)",
+    rule("name: 1.10"): "rules[0].name: found 1.1 (if it is a string, quote it)",
+    rule("dilated_size: 011"): "rules[0].dilated_size: found '011'; allowed is an integer",
 }
 
 
