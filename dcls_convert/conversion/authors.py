@@ -22,7 +22,7 @@ from ..planning.counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..progress import Note
-from ..text import short_list
+from ..text import join_with_and, short_list
 from ..weights.loading import describe_non_finite, load_weights_
 from .request import ConversionRequest, RequestWeights, options_that_decide_counts
 
@@ -88,18 +88,18 @@ def check_elements(request: ConversionRequest, weights: RequestWeights | None, n
                 f"{where}: has no layers of the authors' package; omit their version"
             )
         return
-    if request.init != AUTO:
-        raise CheckpointError(
-            f"{where}: has elements of its own, with positions; omit init {request.init!r}"
-        )
-    if request.calibration is not None:
-        raise CheckpointError(f"{where}: has elements of its own, with positions; omit calibration")
-    stated = options_that_decide_counts(request.options)
     counts = set(counts_of_elements(weights).counts.values())
-    if stated and (stated != ["kernel count"] or counts != {request.options.kernel_count}):
+    stated = []
+    if counts != {request.options.kernel_count}:
+        stated = options_that_decide_counts(request.options)
+    if request.init != AUTO:
+        stated.append(f"init {request.init!r}")
+    if request.calibration is not None:
+        stated.append("calibration")
+    if stated:
         raise CheckpointError(
             f"{where}: has elements of its own, {short_list(sorted(counts))} in a kernel; "
-            f"omit {' and '.join(stated)}"
+            f"omit {join_with_and(stated)}"
         )
     if not _have_sigma(weights) and request.authors_version is None:
         note(

@@ -24,8 +24,6 @@ from .plan_network import check_stored_plan, must_measure_counts, plan_network
 from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest, RequestWeights
 
-MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second
-
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
@@ -150,10 +148,6 @@ def _convert_(
     request = conversion.request
     plan = conversion.plan
     notify("converting")
-    lines = sum(layer.lines for layer in plan.layers)
-    device = next(network.parameters()).device
-    if request.start == "fit" and lines > MANY_LINES and device.type == "cpu":
-        note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster")
     overwritten: list[Tensor] = []
     if images is not None:  # biases and running means are corrected
         tensors = (*network.parameters(), *network.buffers())

@@ -37,7 +37,11 @@ def fold_to_dense_(model: nn.Module) -> int:
     layers: dict[str, DclsConvNd] = {}  # a layer with several names is listed under each
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DclsConvNd):
-            _check_own_forward(name, module)
+            if "forward" in vars(module):
+                raise PlanError(
+                    f"{name} cannot be folded: it has a forward of its own, set on this very "
+                    "object, which a plain convolution would not compute; remove it first"
+                )
             layers[name] = module
     plain_conv_of = {layer: layer.fuse() for layer in layers.values()}
     with unchanged_on_failure(model):
@@ -46,15 +50,6 @@ def fold_to_dense_(model: nn.Module) -> int:
         undo_exclusion_from_weight_decay_(model)
         _mark_folded_for_timm_(model)
     return len(plain_conv_of)
-
-
-def _check_own_forward(name: str, layer: DclsConvNd) -> None:
-    """Refuse a layer whose forward was replaced: what it computes now is not known."""
-    if "forward" in vars(layer):
-        raise PlanError(
-            f"{name} cannot be folded: it has a forward of its own, set on this very object, which "
-            "a plain convolution would not compute; remove it first"
-        )
 
 
 def _mark_folded_for_timm_(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from ..errors import PlanError
 from ..networks.sites import Skipped
 from ..records import JsonFraction
-from ..text import short_list, shortened
+from ..text import shortened
 from .layer_plan import LayerPlan, position_groups
 
 UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
@@ -85,13 +85,10 @@ def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction, replaced_weig
     min_percent = math.ceil(min_share * 10_000) / 100  # rounded up
     min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
     percent = float(share * 100)
-    message = (
+    return (
         f"a budget of {percent:.6g} % leaves no room for even one element per kernel; "
         f"the smallest sufficient budget is {min_text} %"
     )
-    if percent < 1:  # probably meant as a share
-        message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
-    return message
 
 
 def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
@@ -129,8 +126,7 @@ def with_known_counts(
     """Return the drafts with the kernel counts of elements that exist already.
 
     Raises:
-        PlanError: The elements do not belong to exactly these layers, or a rule states another
-            count.
+        PlanError: There are elements for other layers, or a rule states another count.
     """
     counts_left = dict(known.counts)
     count_of: dict[str, int] = {}
@@ -144,15 +140,9 @@ def with_known_counts(
             f"{known.source}: has elements for {shortened(name)}, which would not be converted: "
             f"{reason_of.get(name, 'the model has no such convolution')}"
         )
-    missing = [draft.name for draft in drafts if draft.name not in count_of]
-    if missing:
-        raise PlanError(
-            f"{known.source}: has no elements for {short_list(missing, 1)}, "
-            "which would be converted"
-        )
     counted = []
     for draft in drafts:
-        count = count_of[draft.name]
+        count = count_of.get(draft.name, draft.kernel_count)
         if draft.kernel_count not in (UNSOLVED, count):
             raise PlanError(
                 f"{known.source}: {draft.name} has {count} elements in a kernel, "

@@ -30,8 +30,6 @@ from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
 from .windows import NoWindowError, choose_window, recommended_size
 
-# A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
-
 
 def plan_conversion(
     convs: ModelConvs,
@@ -76,7 +74,7 @@ def make_plan(
     Args:
         convs: What `find_convs` found.
         options: The options.
-        known_counts: Counts of elements that exist already, of exactly the layers to convert.
+        known_counts: Counts of elements that exist already, of the layers to convert.
         source: How to build the model again; None if only its user can.
 
     Raises:
