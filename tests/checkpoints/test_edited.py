@@ -96,7 +96,7 @@ def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path):
 
 
 def test_verify_finds_an_edited_argument_that_a_new_layer_scale_hides(tmp_path):
-    model = timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8))
+    model = timm.create_model("test_convnext")
     plan = convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64)).plan
     config = save_converted(model, plan, tmp_path / "out") / "config.json"
     assert verify_folder(tmp_path / "out").ok
@@ -104,7 +104,7 @@ def test_verify_finds_an_edited_argument_that_a_new_layer_scale_hides(tmp_path):
     contents["model_args"]["act_layer"] = "relu"
     config.write_text(json.dumps(contents))
     (problem,) = problems(verify_folder(tmp_path / "out"))
-    assert problem.name == "outputs"
+    assert problem.startswith("outputs: do not match")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
