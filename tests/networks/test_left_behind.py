@@ -68,7 +68,6 @@ ENDINGS = {
     "success": None,
     "an error": ValueError("no such input"),
     "Ctrl-C": KeyboardInterrupt(),
-    "exit": SystemExit(3),
     "out of memory": torch.OutOfMemoryError("out of memory"),
 }
 
@@ -99,84 +98,37 @@ def test_an_ending_at_any_call_of_forward_leaves_nothing_behind(ending):
         assert everything(model) == before, f"call {last}"
 
 
-def buffers_and_attributes(model):
+def attributes(model):
     model.count += 1
     model.calls += 1
     model.seen.append(model.calls)
-    model.late = model.count * 2
+    model.late = nn.BatchNorm1d(1)
     model.register_buffer("mask", torch.ones(1))
-
-
-def modes(model):
-    model.norm.train()
+    model.linear.register_forward_hook(lambda *args: None)
     model.linear.eval()
+    model.norm.train()
 
 
-def weight_of_a_convolution(model):
-    model.conv.weight.data.mul_(0.5)
-
-
-def new_weight(model):
-    model.conv.weight = nn.Parameter(model.conv.weight * 2)
-
-
-def bias_of_a_convolution(model):
-    model.conv.bias.data.add_(1)
-
-
-def other_parameter(model):
+def other_parameters(model):
     model.linear.weight.data.mul_(0.5)
-
-
-def statistic_of_a_weight(model):
-    """As quantisers keep it; new weights may have values that are not finite."""
+    model.linear.requires_grad_(False)
+    # As quantisers keep it; new weights may have values that are not finite.
     model.scale.data.copy_(model.conv.weight.abs().max())
 
 
-def frozen(model):
-    model.linear.requires_grad_(False)
-
-
-def hooks(model):
-    model.linear.register_forward_hook(lambda *args: None)
-
-
-def late_layers(model):
-    model.late = nn.BatchNorm1d(1)
+def convolutions(model):
+    model.conv.weight.data.mul_(0.5)
+    model.conv.bias.data.add_(1)
+    model.used.weight = nn.Parameter(model.used.weight * 2)
 
 
 def random_numbers(model):
-    return torch.rand(1), random.random()
+    return torch.rand(1), random.random(), np.random.rand()
 
 
-def random_numbers_of_numpy(model):
-    return np.random.rand()
-
-
-CHANGES = (
-    buffers_and_attributes,
-    modes,
-    weight_of_a_convolution,
-    new_weight,
-    bias_of_a_convolution,
-    other_parameter,
-    statistic_of_a_weight,
-    frozen,
-    hooks,
-    late_layers,
-    random_numbers,
-    random_numbers_of_numpy,
-)
-
-
-@pytest.mark.parametrize("always", [True, False], ids=["always", "in training mode"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_forward_changes_is_undone(change, always):
-    def use(model):
-        if always or model.training:
-            change(model)
-
-    model = Network(use)
+@pytest.mark.parametrize("change", [attributes, other_parameters, convolutions, random_numbers])
+def test_what_forward_changes_is_undone(change):
+    model = Network(change)
     before = everything(model)
     find_convs(model, INPUT)
     assert everything(model) == before

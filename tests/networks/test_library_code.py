@@ -46,17 +46,14 @@ def measured(name, **model_kwargs):
 
 
 SMALL = (
-    "timm:convnext_atto",  # layer scale
     "timm:cpubone_nano",  # even kernels
-    "timm:efficientvit_b0",
     "timm:inception_next_atto",  # some channels
     "timm:repghostnet_050",  # branches
-    "timm:resnest14d",
-    "timm:resnet18",
-    "timm:resnetv2_18",  # standardised weights
-    "timm:starnet_s1",
+    "timm:test_convnext",  # layer scale
+    "timm:test_nfnet",  # standardised weights
+    "timm:test_resnet",
     "timm:test_vit",  # patches
-    "torchvision:mc3_18",  # 3-D
+    pytest.param("torchvision:mc3_18", marks=pytest.mark.slow),  # 3-D
     "torchvision:shufflenet_v2_x0_5",
 )
 
@@ -66,7 +63,7 @@ def test_small_networks_use_no_planned_layer_in_another_way(name):
     assert measured(name) == ({}, {})
 
 
-WITH_FEATURES = ("timm:darknet17", "timm:mobilenetv3_small_050", "timm:resnet18", "timm:test_vit")
+WITH_FEATURES = ("timm:mobilenetv3_small_050", "timm:test_resnet", "timm:test_vit")
 
 
 @pytest.mark.parametrize("name", WITH_FEATURES)

@@ -26,24 +26,11 @@ def test_the_largest_relative_error_is_that_of_the_worst_tensor():
     }
     b = copy.deepcopy(a)
     assert max_relative_error(a, b) == 0
-    b["x"][0][0] = 1.5
     b["x"][1] += 10
-    assert max_relative_error(a, b) == 0.5 / math.sqrt(17)
     b["n"][0][1] = 6
     assert max_relative_error(a, b) == 2 / 5
     assert max_relative_error(torch.zeros(2), torch.tensor([0.0, 1e-30])) == math.inf
-    assert (
-        max_relative_error((torch.zeros(0), torch.zeros(2)), (torch.zeros(0), torch.zeros(2))) == 0
-    )
     assert max_relative_error(torch.tensor([3 + 4j]), torch.tensor([3 + 3j])) == 1 / 5
-
-
-def test_tensors_are_found_in_any_nesting():
-    pair = collections.namedtuple("Pair", "first second")
-    one = torch.ones(1)
-    other = torch.zeros(1)
-    value = {"a": [1, (2, {"b": None})], 3: pair(one, collections.OrderedDict(x=other, y=[]))}
-    assert [id(tensor) for tensor in tensors_in(value)] == [id(one), id(other)]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +61,8 @@ def test_the_error_of_a_network_is_over_all_floating_tensors_or_none_if_it_is_no
     a = [torch.tensor([3.0]), {"n": torch.tensor([4.0]), "text": "x"}, torch.tensor([7])]
     b = [torch.tensor([3.0]), {"n": torch.tensor([5.0])}, torch.tensor([8])]
     assert compare_outputs(a, b).output_error == 1 / 5
-    for others in (
-        [torch.zeros(2), torch.zeros(1)],
-        [torch.zeros(1)],
-        [torch.tensor([math.nan]), torch.zeros(1)],
-    ):
+    for others in ([torch.zeros(1)], [torch.tensor([math.nan]), torch.zeros(1)]):
         assert compare_outputs(a[:2], others).output_error is None
-    assert compare_outputs(torch.zeros(2), torch.ones(2)).output_error is None
     huge = torch.full((2,), 1e200, dtype=torch.float64)
     assert relative_error([(huge, torch.ones(2))]) == math.inf
 
@@ -89,16 +71,8 @@ def test_the_bound_is_the_largest_error_allowed():
     a = torch.tensor([8.0, 0.0])
     b = torch.tensor([8.0, 1.0])
     assert check_close(a, b, bound=1 / 8, what="it") == 1 / 8
-    with pytest.raises(
-        ComparisonError,
-        match=r"it: the outputs' relative error is 1\.2e-01; at most 1e-01 is allowed",
-    ):
+    with pytest.raises(ComparisonError, match=r"it: .* is 1\.2e-01; at most 1e-01 is allowed"):
         check_close(a, b, bound=0.12, what="it")
-
-
-def test_a_divergence_that_is_nan_is_none():
-    old = [torch.tensor([[1.0, 2.0]])]
-    assert compare_outputs(old, [torch.tensor([[1.0, math.nan]])]).kl is None
 
 
 @pytest.mark.parametrize(
@@ -124,11 +98,9 @@ class Detections:
     name: str = "boxes"
 
 
+@dataclasses.dataclass(slots=True)
 class Slotted:
-    __slots__ = ("logits",)
-
-    def __init__(self, logits):
-        self.logits = logits
+    logits: torch.Tensor
 
 
 def other_objects(tensor):
@@ -137,7 +109,6 @@ def other_objects(tensor):
         "dataclass": Detections(torch.zeros(1), [tensor]),
         "object": types.SimpleNamespace(inner=types.SimpleNamespace(tensor=tensor)),
         "slots": Slotted(tensor),
-        "distribution": torch.distributions.Normal(tensor, torch.ones(2)),
         "queue": collections.deque([tensor]),
         "mapping": types.MappingProxyType({"a": tensor}),
         "array": [tensor.numpy()],
@@ -145,17 +116,13 @@ def other_objects(tensor):
     }
 
 
-KINDS = list(other_objects(torch.ones(2)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", other_objects(torch.ones(2)))
 def test_objects_are_compared_by_their_fields(kind):
     value = other_objects(torch.tensor([4.0, 3.0]))[kind]
     same = other_objects(torch.tensor([4.0, 3.0]))[kind]
     other = other_objects(torch.tensor([4.0, 4.0]))[kind]
     assert max_relative_error(value, same) == 0
     assert max_relative_error(value, other) == (1 / 3 if kind == "number of NumPy" else 1 / 5)
-    assert sum(tensor.numel() for tensor in tensors_in(value)) >= 2
 
 
 def test_what_has_no_tensors_to_compare_is_never_the_same():
@@ -168,7 +135,3 @@ def test_what_has_no_tensors_to_compare_is_never_the_same():
         with pytest.raises(ComparisonError, match="which cannot be compared"):
             max_relative_error(build(), build())
         assert tensors_in(build()) == []
-    with pytest.raises(ComparisonError, match=r"output\['name'\] is a str and a str"):
-        max_relative_error(Detections(tensor, []), Detections(tensor, [], name="other"))
-    with pytest.raises(ComparisonError, match="no tensor to compare in a Slotted"):
-        max_relative_error(Slotted(1), Slotted(1))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcls_convert import convert_, find_convs
-from dcls_convert.errors import NothingMatchesError
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..dependence import WithOrdinary, seen
@@ -308,7 +307,7 @@ def test_outputs_depend_on_no_input_that_they_did_not_depend_on(form):
     assert not (seen(model, INPUT[dims]) & ~before).any()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["longer output", "gated", "strided", "PixelCNN"])
 def test_a_rule_may_ask_for_it_all_the_same(form):
     dims, build = FORMS[form]
     model = WithOrdinary(build(), conv(dims)).double()
@@ -419,31 +418,6 @@ def test_a_window_may_grow_along_the_other_axes():
     dims, build = FORMS["causal in time"]
     convs = find_convs(build(), INPUT[dims])
     assert convs.sites[0].one_sided_axes == (0,)
-
-
-def test_functions_of_every_kind_are_followed():
-    """A network that shifts nothing loses no convolution, whatever it computes in between."""
-
-    def many(x, c):
-        x = torch.cat((c(x), x), 2)
-        x = x.new_ones(10)[x.argmax(1)][:, None] + F.pad(input=x, pad=(0, 0))
-        x = torch.stack([x, x.flip(2)], 1).mean(1).unfold(2, 2, 2).sum(-1)
-        first, *others = x.unbind(1)
-        x = torch.stack([first, *others], 1)[:, [0, 1]].roll(3)
-        x = torch.where(x > 0, x, x.new_zeros(()))[:, None, ..., None].squeeze()
-        x = x.reshape(1, 2, -1, 6).sort(dim=3).values.topk(2, dim=3)[0]
-        x[0, 0, 0] = 1
-        return torch.einsum("abcd,abed->abce", x, x), {"x": x.max(2)}
-
-    convs = find_convs(Call(many, conv(2)), INPUT[2])
-    assert convs.macs is not None, convs.macs_note
-    assert [site.one_sided_axes for site in convs.sites] == [()]
-
-
-def test_where_all_are_shifted_the_message_names_the_rule():
-    model = FORMS["rows above"][1]()
-    with pytest.raises(NothingMatchesError, match=r"one side alone along axis 0, .*padding: any"):
-        convert_(model, rules=DEFAULT, dilated_size=7, input_size=INPUT[2])
 
 
 class InTwoParts(nn.Module):

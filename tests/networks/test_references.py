@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcls_convert import convert_, find_convs
+from dcls_convert import convert_
 
 from ..planning.nets import depthwise
 
@@ -165,27 +165,3 @@ def test_a_reference_that_the_forward_does_not_follow_is_no_harm():
     model.convs = [model.conv]
     report = convert_(model, dilated_size=7, input_size=IMAGE)
     assert len(report.layers) == 2
-
-
-def test_a_reference_to_the_network_is_no_harm():
-    model = Net()
-    model.use = lambda x: model.conv(x)
-    model.ordinary.register_forward_hook(lambda module, args, output: output * len(model._modules))
-    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact", input_size=IMAGE)
-    assert len(report.layers) == 2
-
-
-def test_an_optimizer_is_no_harm_and_no_code_of_an_object_runs():
-    class Never:
-        @property
-        def conv(self):
-            raise AssertionError
-
-        def __getattr__(self, name):
-            raise AssertionError
-
-    model = Net()
-    model.optimizers = [torch.optim.SGD(model.parameters())]
-    model.never = Never()
-    model.never.network = SimpleNamespace(model=model)
-    assert len(find_convs(model, IMAGE).sites) == 2

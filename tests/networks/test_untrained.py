@@ -39,15 +39,13 @@ def test_a_new_network_is_recognised_whatever_its_dtype():
 
 def test_a_few_steps_of_training_are_noticed():
     """At usual learning rates, some weight near its bound moves across it."""
-    rates = {torch.optim.AdamW: 1e-3, torch.optim.SGD: 0.1}
-    for make_optimizer, rate in rates.items():
-        model = network()
-        optimizer = make_optimizer(model.parameters(), lr=rate)
-        for _ in range(10):
-            optimizer.zero_grad()
-            (model(torch.randn(2, 3, 16, 16)) - 1).square().mean().backward()
-            optimizer.step()
-        assert not have_torch_default_init(kernels_of(model))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(torch.randn(2, 3, 16, 16)) - 1).square().mean().backward()
+        optimizer.step()
+    assert not have_torch_default_init(kernels_of(model))
 
 
 def test_smaller_weights_and_other_initialisations_are_not_taken_for_the_default():

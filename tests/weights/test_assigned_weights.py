@@ -70,21 +70,6 @@ def test_a_model_filled_from_a_file_equals_one_that_is_built_and_loaded(tmp_path
         assert [m.training for m in meta.modules()] == [m.training for m in ordinary.modules()]
 
 
-@pytest.mark.parametrize(
-    "values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"]
-)
-def test_a_model_with_random_values_outside_its_state_dict_cannot_be_filled(monkeypatch, values):
-    class Unsaved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 3, groups=3)
-            self.hidden = {"scales": [values()]}
-
-    monkeypatch.setattr("dcls_convert.networks.building._factory", lambda *_, **__: Unsaved)
-    meta = build_model(ModelSource(name="timm:x"), device="meta", trust_code=True)
-    assert not assign_weights_(meta, Unsaved().state_dict(), "file")
-
-
 def test_the_users_own_code_is_run_once(monkeypatch):
     calls = []
     build_own = recording(lambda: nn.Linear(2, 2), calls)

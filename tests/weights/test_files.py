@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import re
 import struct
 import zipfile
@@ -15,7 +14,6 @@ import zipfile
 import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
@@ -25,9 +23,6 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.weights.files import read_weights
 from dcls_convert.weights.loading import load_weights_
 
-from ..command_line import run
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 FIRST = "0.weight"  # first tensor of `network`
 RAN = []  # calls made by pickles
 
@@ -74,21 +69,9 @@ CHANGES = {  # change of a tensor, and the file's error; None if the file is sti
         r"is torch\.complex64, the model needs torch\.float32",
     ),
     "empty": (lambda t: t[:0], r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)"),
-    "meta": (lambda t: t.to("meta"), "on meta; weights must be ordinary dense tensors"),
     "sparse": (lambda t: t.to_sparse(), r"and torch\.sparse_coo on cpu; weights must be"),
-    "quantised": (
-        lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
-        r"torch\.qint8 .* weights must be",
-    ),
-    "packed bits": (
-        lambda t: t.contiguous().view(torch.uint8).view(torch.bits8),
-        r"has shape \(4, 3, 3, 12\), the model needs",
-    ),
-    "no tensor": (lambda t: t.tolist(), f"entry '{FIRST}' is a list; weights must be"),
     "payload": (lambda t: Payload(), r"save its state dict alone, torch\.save"),
     "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
-    "expanded": (lambda t: t.reshape(-1)[:1].expand(t.numel()).view(t.shape), None),
-    "double": (lambda t: t.double(), None),
     "float8": (lambda t: t.to(torch.float8_e4m3fn), None),
     "parameter": (nn.Parameter, None),
 }
@@ -125,7 +108,6 @@ DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),
     "folder.pth": (lambda _, path: path.mkdir(), "folder has no file of weights; it has nothing$"),
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
-    "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "is a broken link"),
     "empty.pth": (data(b""), "is empty; download or save it again$"),
     "page.pth": (data(b"<!DOCTYPE html><html>"), f"{NEITHER}'<!DOCTYPE html><html>'$"),
     "pointer.safetensors": (
@@ -134,12 +116,7 @@ DAMAGES = {
     ),
     "arrays.npz": (lambda _, path: numpy.savez(path, a=numpy.ones(2)), NEITHER + r"'PK\\x03\\x04"),
     "cut.pth": (cut, NEITHER + r"'PK\\x03\\x04.*data\.pkl"),
-    "script.pt": (
-        lambda _, path: torch.jit.script(network()).save(path),
-        "unpacks to .* bytes, more than the file has; torch.save does not compress",
-    ),
     "compressed.pth": (compressed, r"unpacks to 4,19\d,\d+ bytes, more than the file has"),
-    "objects.pkl": (data(pickle.dumps({"a": 1})), "save its state dict alone"),
     "whole model.pth": (
         torch_file(lambda _: network()),
         r"save its state dict alone, .* more than tensors \(torch\.nn\.modules\.batchnorm",
@@ -149,28 +126,14 @@ DAMAGES = {
         r"more than tensors \(tests[.\w]*\.ran\), which would run code, or it is damaged$",
     ),
     "short header.safetensors": (data(struct.pack("<Q", 100) + b"{}"), NO_SAFETENSORS),
-    "long header.safetensors": (data(struct.pack("<Q", 1 << 40) + b"{}"), NO_SAFETENSORS),
     "tensor.pth": (
         torch_file(lambda _: torch.zeros(3)),
         r"holds a Tensor, not a state dict \(names to tensors\)",
     ),
     "holds itself.pth": (torch_file(holding_itself), "holds model, not a state dict"),
-    "no tensors.pth": (
-        torch_file(lambda _: {nested(20): 1, "a": 2}),
-        "holds a, not a state dict",
-    ),
-    "more than tensors.pth": (torch_file(lambda s: s | {"epoch": 3}), "entry 'epoch' is a int"),
     "one missing.pth": (
         torch_file(lambda s: {n: s[n] for n in s if n != FIRST}),
         f"does not fit the model; missing: {FIRST}$",
-    ),
-    "one too many.pth": (
-        torch_file(lambda s: s | {"x": torch.zeros(1)}),
-        "does not fit the model; unexpected: x$",
-    ),
-    "long name.pth": (
-        torch_file(lambda s: s | {"\0" + "x" * 5000: 3}),
-        r"entry '\\\\x00xx.*xx' is a int",
     ),
     "tuple as key.pth": (
         torch_file(lambda s: {"epoch": 1, "model": {nested(20): torch.ones(2), **s}}),
@@ -184,7 +147,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_damage_is_an_error_of_one_line_and_the_model_stays_as_it_is(tmp_path, name):
     write, says = DAMAGES[name]
@@ -258,13 +220,7 @@ def test_shards_are_read_by_their_index_or_folder_and_one_is_not_taken_for_all(t
 OUTSIDE = "its weight_map must name files beside it"
 INDICES = {
     "a file elsewhere": ({"weight_map": {"a": "../w.pth"}}, OUTSIDE),
-    "an absolute file": ({"weight_map": {"a": "/w.pth"}}, OUTSIDE),
-    "a file elsewhere on Windows": ({"weight_map": {"a": "..\\w.pth"}}, OUTSIDE),
-    "no name": ({"weight_map": {"a": ["w.pth"]}}, OUTSIDE),
-    "itself": ({"weight_map": {"a": "w.index.json"}}, NEITHER + "'{\"weight_map"),
-    "no tensors": ({"weight_map": {"a": "tensor.pth"}}, "holds a Tensor, not a state dict"),
     "no mapping": ({"weight_map": ["w.pth"]}, "needs a weight_map of files"),
-    "a list": ([1], "is a list, not an object"),
 }
 
 
@@ -275,7 +231,6 @@ def test_an_index_names_files_beside_it_and_no_others(tmp_path, kind):
     folder.mkdir()
     for place in (tmp_path, folder):
         torch.save({"a": torch.ones(1)}, place / "w.pth")
-    torch.save(torch.ones(1), folder / "tensor.pth")
     index = folder / "w.index.json"
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=says):
@@ -293,60 +248,20 @@ def test_a_folder_gives_its_one_file_of_weights(tmp_path):
     check_equal(read_weights(tmp_path), state)
 
 
-@pytest.mark.filterwarnings("ignore")  # there is no process group
-def test_the_command_line_refuses_a_folder_without_weights_before_anything_is_loaded(tmp_path):
-    dcp.save(network().state_dict(), checkpoint_id=tmp_path / "saved")
-    _, err = run("convert", "resnet18", "--checkpoint", tmp_path / "saved", code=2)
-    assert "this folder has no file of weights; it has __0_0.distcp" in err
-
-
 @st.composite
-def states(draw):
-    """The network's state dict, with unusual entries, under other names, or wrapped."""
+def files(draw):
+    if draw(st.booleans()):
+        return ".safetensors", damaged(draw, save(network().state_dict()))
     state = network().state_dict()
+    buffer = io.BytesIO()
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from(sorted(state)))
         (make, _) = CHANGES[draw(st.sampled_from(sorted(CHANGES)))]
         with contextlib.suppress(Exception):  # a scalar has no rows, a list is no tensor, ...
-            state[draw(st.sampled_from([name, name, f"module.{name}", "more"]))] = make(state[name])
-    if draw(st.integers(0, 9)) == 0:
-        state[
-            draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))
-        ] = torch.ones(2)
-    for _ in range(draw(st.integers(0, 2))):
-        state = {
-            draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state,
-            "lr": 0.1,
-        }
-    return state
-
-
-@st.composite
-def torch_files(draw):
-    buffer = io.BytesIO()
+            state[draw(st.sampled_from([name, f"module.{name}", "more"]))] = make(state[name])
     with contextlib.suppress(Exception):  # what torch cannot write
-        torch.save(draw(states()), buffer, _use_new_zipfile_serialization=draw(st.booleans()))
+        torch.save(state, buffer, _use_new_zipfile_serialization=draw(st.booleans()))
     return ".pth", damaged(draw, buffer.getvalue())
-
-
-ODD_ENTRIES = ["F64", "I8", "", None, 3, [], [0], [2**40], [-1, 3], [0, 8], [8, 0], [2**63, 2**63]]
-
-
-@st.composite
-def safetensors_files(draw):
-    content = save({name: tensor.contiguous() for name, tensor in network().state_dict().items()})
-    if draw(st.booleans()):  # another header, which may say anything
-        size = struct.unpack("<Q", content[:8])[0]
-        header = json.loads(content[8 : 8 + size])
-        entry = header[draw(st.sampled_from(sorted(header)))]
-        places = [other.get("data_offsets") for other in header.values()]
-        key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
-        entry[key] = draw(st.sampled_from([*ODD_ENTRIES, *places]))
-        text = json.dumps(header).encode()
-        if draw(st.integers(0, 3)) == 0:  # each key twice
-            text = text[:-1] + b", " + text[1:]
-        content = struct.pack("<Q", len(text)) + text + content[8 + size :]
-    return ".safetensors", damaged(draw, content)
 
 
 def damaged(draw, content):
@@ -356,7 +271,7 @@ def damaged(draw, content):
     return bytes(content[: draw(st.none() | st.integers(0, len(content)))])
 
 
-@given(torch_files() | safetensors_files())
+@given(files())
 @pytest.mark.filterwarnings("ignore")
 def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
     suffix, content = file
