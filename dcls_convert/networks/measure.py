@@ -11,7 +11,7 @@ Afterwards, everything is as it was, also after an error.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,14 @@ from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import random_arguments
 from .model_outputs import comparable, relative_error, tensors_in
-from .running import full_precision, restored_values, run_batch, seeded, suppress_output
+from .running import (
+    eval_mode,
+    full_precision,
+    restored_values,
+    run_batch,
+    seeded,
+    suppress_output,
+)
 from .sides import (
     PLACES,
     Reaches,
@@ -41,17 +48,11 @@ LIBRARIES = ("timm.", "torch.", "torchvision.")
 TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
 TOO_LITTLE_MEMORY = "memory does not suffice"
-IN_TRAINING = "in training mode, "
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
 
 def not_measured_text(reason: str) -> str:
     """Say that a network was not measured, and what this may mean."""
-    if reason.startswith(IN_TRAINING):
-        return (
-            "what the network does with its convolutions in training mode was not measured: "
-            f"{reason.removeprefix(IN_TRAINING)}. Other code may use them there"
-        )
     return (
         f"what the network does with its convolutions was not measured: {reason}. Other code may "
         "use them, and larger windows may look ahead in a causal network"
@@ -95,8 +96,8 @@ def is_library_code(model: nn.Module) -> bool:
 def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Measured:
     """Find the convolutions that cannot be replaced, and those that must not grow along an axis.
 
-    The network runs on random inputs, on its own device: on small images if it takes them. Training
-    mode is included if it runs there.
+    The network runs on random inputs, in eval mode and on its own device: on small images if it
+    takes them.
 
     Args:
         model: The network; all its parameters have values. Afterwards, it is as before.
@@ -106,25 +107,19 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     Raises:
         CannotMeasureError: The network does not run, or its outputs show nothing.
     """
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with full_precision(), without_small_parameters(model), restored_values(model) as restore:
-            network = _Network(model, convs, inputs, restore)
-            reasons = network.find_users()
-            axes: dict[str, tuple[int, ...]] = {}
-            gaps = []
-            try:
-                reasons |= network.find_users_in_training(reasons)
-            except CannotMeasureError as error:
-                gaps.append(f"{IN_TRAINING}{error}")
-            try:
-                axes = network.find_one_sided([name for name in convs if name not in reasons])
-            except CannotMeasureError as error:
-                gaps.append(str(error))
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    return Measured(reasons, axes, "; ".join(gaps) or None)
+    with (
+        eval_mode(model),
+        full_precision(),
+        without_small_parameters(model),
+        restored_values(model) as restore,
+    ):
+        network = _Network(model, convs, inputs, restore)
+        reasons = network.find_users()
+        try:
+            axes = network.find_one_sided([name for name in convs if name not in reasons])
+        except CannotMeasureError as error:
+            return Measured(reasons, {}, str(error))
+    return Measured(reasons, axes)
 
 
 class _Network:
@@ -149,8 +144,6 @@ class _Network:
                 with _counted_calls(convs) as self.calls:
                     self.outputs = self.run()
             except Exception as error:  # the network's own code may raise anything
-                if is_out_of_memory(error):
-                    raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
                 if some_inputs is inputs:  # the last ones
                     where = inputs_text(inputs)
                     raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
@@ -162,26 +155,24 @@ class _Network:
         if not any(tensor.isfinite().any() for tensor in self.outputs):
             raise CannotMeasureError("its outputs have no finite numbers, which could be compared")
 
-    def run(self, tensors: Sequence[Tensor] = (), *, training: bool = False) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the outputs for some inputs, as real numbers; always with the same random numbers.
 
         Without `tensors`, the inputs are those of the first run. What the network's code changes in
         its parameters is undone.
         """
         try:
-            return self._forward(tensors, training)
+            return self._forward(tensors)
         finally:
             self.restore()
 
-    def _forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
-        for module in self.model.modules():
-            module.training = training  # not `train()`, which the model's class may override
+    def _forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         args = self.arguments.args
         kwargs = self.arguments.kwargs
         if tensors:
             args = tuple(tensors[: len(args)])
             kwargs = dict(zip(kwargs, tensors[len(args) :], strict=True))
-        with suppress_output(), seeded(0), torch.set_grad_enabled(training):
+        with suppress_output(), seeded(0):
             outputs = run_batch(self.model, *args, **kwargs)
         return comparable(tensors_in(outputs))
 
@@ -189,46 +180,29 @@ class _Network:
 
     def find_users(self) -> dict[str, str]:
         """Return what would happen, by the names of convolutions that other code uses."""
-        reasons = {name: NOT_CALLED for name, count in self.calls.items() if not count}
-        names = [name for name in self.convs if name not in reasons]
-        return reasons | self._find_users(names, self.outputs, training=False)
-
-    def find_users_in_training(self, known: Collection[str]) -> dict[str, str]:
-        """Return what else would happen in training mode."""
-        names = [name for name in self.convs if name not in known]
-        try:
-            expected = self.run(training=True)
-        except Exception as error:  # it may need labels
-            raise CannotMeasureError(f"forward fails: {_text(error)}") from error
-        users = self._find_users(names, expected, training=True)
-        return {name: f"in training mode, {reason}" for name, reason in users.items()}
-
-    def _find_users(
-        self, names: Sequence[str], expected: Sequence[Tensor], *, training: bool
-    ) -> dict[str, str]:
         reasons: dict[str, str] = {}
 
         def change(some: Sequence[str]) -> bool:
-            reason = self._change(some, expected, training)
+            reason = self._change(some)
             if reason is not None:
                 reasons.update(dict.fromkeys(some, reason))
             return reason is not None
 
+        not_called = {name: NOT_CALLED for name, count in self.calls.items() if not count}
+        names = [name for name in self.convs if name not in not_called]
         if not names or not change(names):
-            return {}
-        if not _agree(expected, self.run(training=training)):
+            return not_called
+        if not _agree(self.outputs, self.run()):
             raise CannotMeasureError("its outputs differ from run to run")
-        return {name: reasons[name] for name in _culprits(names, change)}
+        return not_called | {name: reasons[name] for name in _culprits(names, change)}
 
-    def _change(
-        self, names: Sequence[str], expected: Sequence[Tensor], training: bool
-    ) -> str | None:
+    def _change(self, names: Sequence[str]) -> str | None:
         """Return what is not as before with stand-ins for some convolutions; None if all is."""
         try:
             stand_ins = [StandIn(self.convs[name]) for name in names]
             layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins}
             with in_place(self.model, layers):
-                outputs = self._forward((), training)
+                outputs = self._forward(())
             is_changed = any(stand_in.is_changed() for stand_in in stand_ins)
         except Exception as error:
             if is_out_of_memory(error):
@@ -239,9 +213,9 @@ class _Network:
         if is_changed:
             return "other code changes its weight"
         calls = [stand_in.calls for stand_in in stand_ins]
-        if not training and calls != [self.calls[name] for name in names]:
+        if calls != [self.calls[name] for name in names]:
             return "forward would not call a DCLS layer in its place: other code refers to it"
-        if not _agree(expected, outputs):
+        if not _agree(self.outputs, outputs):
             return "outputs would change although it computes the same: other code uses it"
         return None
 
