@@ -6,7 +6,7 @@ A stage is a part of the network that works at one resolution.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,11 +57,7 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
         return Stages(
             found_by="output stride and module path", stage_of=stages.get, is_in_stem=is_in_stem
         )
-    return Stages(
-        found_by="module path",
-        stage_of=partial(_stage_by_path, _common_depth(spatial)),
-        is_in_stem=is_in_stem,
-    )
+    return Stages(found_by="module path", stage_of=_stage_by_path, is_in_stem=is_in_stem)
 
 
 def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
@@ -76,29 +72,16 @@ def _stage_by_timm(stage_patterns: Sequence[re.Pattern[str]], name: str) -> str 
     return None
 
 
-def _stage_by_path(common_depth: int, name: str) -> str | None:
+def _stage_by_path(name: str) -> str | None:
     """Return the path of a module up to its first part that ends in a digit.
 
-    The first `common_depth` parts hold all convolutions. A number there is a version ("net3") and
-    is skipped, unless it numbers modules ("features.0"). If there is no other number, the path up
-    to the first version is returned:
-
-        common_depth 0: "layer1.0.conv1"       -> "layer1"
-        common_depth 1: "net3.features.4.conv" -> "net3.features.4"
-        common_depth 1: "net3.conv"            -> "net3"
+    "layer1.0.conv1" -> "layer1", and "features.4.conv" -> "features.4".
     """
     parts = name.split(".")
-    path_to_version: str | None = None
     for length, part in enumerate(parts[:-1], start=1):
-        if not part[-1:].isdigit():
-            continue
-        path = ".".join(parts[:length])
-        numbers_modules = part.isdigit() or parts[length].isdigit()
-        if numbers_modules or length > common_depth:
-            return path
-        if path_to_version is None:
-            path_to_version = path
-    return path_to_version
+        if part[-1:].isdigit():
+            return ".".join(parts[:length])
+    return None
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
@@ -111,17 +94,6 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
         exponent = round(math.log2(input_side / output_side))
         strides.append(2 ** max(0, exponent))
     return tuple(strides)
-
-
-def _common_depth(names: Iterable[str]) -> int:
-    """Return how deep the lowest module is that holds all of these modules; 0 for the model."""
-    parents = [name.split(".")[:-1] for name in names]
-    depth = 0
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        depth += 1
-    return depth
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
