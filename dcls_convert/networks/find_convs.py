@@ -106,7 +106,10 @@ def _dims(model: nn.Module) -> set[int]:
 
 def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     """Return every convolution object of `model`, as `find_convs`, for described inputs."""
-    _check_not_wrapped_or_converted(model)
+    check_not_wrapped(model)
+    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
+    if converted:
+        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
     names_of = _convs_with_names(model)
     input_size = as_image_size(inputs, _dims(model))
     is_own = not is_library_code(model)
@@ -201,14 +204,6 @@ def _measure(
     return Measured({}, {}, gap)
 
 
-def _check_not_wrapped_or_converted(model: nn.Module) -> None:
-    """Raise PlanError if the model is a wrapper, not made of modules, or has DCLS layers."""
-    check_not_wrapped(model)
-    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
-    if converted:
-        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
-
-
 def _convs_with_names(model: nn.Module) -> dict[AnyConv, list[str]]:
     """Return every convolution object of the model, with all its qualified names."""
     names_of: dict[AnyConv, list[str]] = {}
@@ -240,25 +235,23 @@ def _try_trace(
     """
     if inputs is None:
         return None, f"no input size is known; state one ({OTHER_INPUTS}){NOT_COMPARED}"
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        return None, "the model has lazy layers; run it once"
     is_too_large = pixel_count(inputs) > MAX_PIXELS
+    ways: list[bool] = []  # on meta or not
     if not is_own or not has_values or is_too_large:
-        try:
-            return trace(model, inputs, on_meta=True), None
-        except Exception as error:  # any model code may run here; the model can still be converted
-            problem = f"on the meta device at {_failure_text(inputs, input_size, error)}"
+        ways.append(True)
     if has_values and not is_too_large:
+        ways.append(False)
+    problem = ""
+    for on_meta in ways:
         try:
-            return trace(model, inputs, on_meta=False), None
-        except Exception as error:
-            problem = f"at {_failure_text(inputs, input_size, error)}"
-    return None, f"the model does not run {problem}"
-
-
-def _failure_text(inputs: Inputs, input_size: tuple[int, ...] | None, error: Exception) -> str:
-    message = one_line(error)[:200]
+            return trace(model, inputs, on_meta=on_meta), None
+        except Exception as error:  # any model code may run here; the model can still be converted
+            problem = one_line(error)[:200]
     if input_size is None:
-        return f"{inputs_text(inputs)}: {message}"
-    return f"{size_text(input_size)}: {message}; {OTHER_INPUTS}"
+        return None, f"the model does not run at {inputs_text(inputs)}: {problem}"
+    return None, f"the model does not run at {size_text(input_size)}: {problem}; {OTHER_INPUTS}"
 
 
 def _output_strides(traced: Trace | None, inputs: Inputs | None) -> dict[str, OutputStride]:
@@ -276,11 +269,7 @@ def _output_strides(traced: Trace | None, inputs: Inputs | None) -> dict[str, Ou
 
 def _parameter_count(model: nn.Module) -> int:
     """Count the parameters, except those of lazy layers, which have no size yet."""
-    count = 0
-    for parameter in model.parameters():
-        if not isinstance(parameter, nn.parameter.UninitializedParameter):
-            count += parameter.numel()
-    return count
+    return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
 
 
 def _site(
@@ -293,13 +282,6 @@ def _site(
     one_sided_axes: tuple[int, ...],
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
-    output_size: tuple[int, ...] | None = None
-    input_extent: tuple[int, ...] | None = None
-    output_positions: int | None = None
-    if calls is not None:
-        output_size = calls.output_size
-        input_extent = calls.input_extent
-        output_positions = calls.output_positions
     return ConvSite(
         names=tuple(names),
         type=type(conv).__name__,
@@ -315,10 +297,9 @@ def _site(
         dilation=tuple(map(int, conv.dilation)),
         padding=padding_of(conv),
         padding_mode=conv.padding_mode,
-        output_size=output_size,
         one_sided_axes=one_sided_axes,
-        input_extent=input_extent,
-        output_positions=output_positions,
+        input_extent=None if calls is None else calls.input_extent,
+        output_positions=None if calls is None else calls.output_positions,
         frozen=_is_frozen(conv),
     )
 

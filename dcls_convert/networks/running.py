@@ -155,7 +155,7 @@ def run_batch(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Any:
     moved_kwargs = {name: moved(tensor) for name, tensor in kwargs.items()}
     saved = _saved_state(model)
     try:
-        _copy_buffers_(model)
+        _copy_tensors_(model)
         return model(*moved_args, **moved_kwargs)
     finally:
         _restore_(saved)
@@ -197,19 +197,38 @@ def _restore_(saved: Iterable[tuple[Any, Any]]) -> None:
             container.update(contents)
 
 
-def _copy_buffers_(model: nn.Module) -> None:
+def _copy_tensors_(model: nn.Module, *, on_meta: bool = False) -> None:
     """Replace buffers, and tensors in attributes, by copies, which `forward` may change in place.
+
+    With `on_meta`, replace parameters, too, and all by copies without values.
 
     Not `functional_call`, which would not undo it if `forward` sets a buffer that was None.
     """
     copies: dict[int, Tensor] = {}  # by the id of the original, as modules can share it
     for module in _plain_modules(model):
-        for tensors in (vars(module), module._buffers):
+        places: list[dict[str, Any]] = [vars(module), module._buffers]
+        if on_meta:
+            places.append(module._parameters)
+        for tensors in places:
             for name, tensor in tensors.items():
                 if isinstance(tensor, Tensor):
                     if id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.clone()
+                        copies[id(tensor)] = (
+                            tensor.detach().to("meta") if on_meta else tensor.clone()
+                        )
                     tensors[name] = copies[id(tensor)]
+
+
+@contextlib.contextmanager
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Let the model's tensors, and new ones, be on the meta device inside the block."""
+    saved = _saved_state(model)
+    try:
+        _copy_tensors_(model, on_meta=True)
+        with torch.device("meta"):
+            yield
+    finally:
+        _restore_(saved)
 
 
 @contextlib.contextmanager

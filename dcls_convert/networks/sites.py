@@ -67,8 +67,6 @@ class ConvSite(OldConv):
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    # Spatial output of the first call, at the stated input size; None if not known.
-    output_size: tuple[int, ...] | None
     # Axes along which the network's outputs look to one side, and with a longer kernel would not.
     one_sided_axes: tuple[int, ...] = ()
 

@@ -1,17 +1,13 @@
 """Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
-from .copying import meta_copy
 from .input_tensors import Inputs
 from .inputs import Arguments, meta_arguments, random_arguments
 from .model_outputs import tensors_in
@@ -22,6 +18,7 @@ from .running import (
     run_batch,
     seeded,
     suppress_output,
+    without_values,
 )
 
 # torchvision's detectors with all their convolutions in backbone and head.
@@ -53,25 +50,24 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
     Args:
         model: Afterwards as before.
         inputs: What forward takes.
-        on_meta: Run a copy on the meta device, where no values are computed. Code that is not a
+        on_meta: Run it on the meta device, where no values are computed. Code that is not a
             library's may look at values, or keep tensors for later, so it must not run there.
 
     Raises:
         Exception: What the model's own code raises.
     """
+    undone: contextlib.AbstractContextManager[object]
     if on_meta:
-        meta = meta_copy(model)
-        arguments = meta_arguments(inputs, image_dtype(meta))
-        with torch.no_grad(), torch.device("meta"):
-            return _run_and_record(meta, arguments, forward=meta)
-    with eval_mode(model), suppress_output(), seeded(0), restored_values(model):
-        forward = functools.partial(run_batch, model)
-        return _run_and_record(model, random_arguments(inputs), forward=forward)
+        arguments = meta_arguments(inputs, image_dtype(model))
+        undone = without_values(model)
+    else:
+        arguments = random_arguments(inputs)
+        undone = restored_values(model)
+    with eval_mode(model), suppress_output(), seeded(0), undone:
+        return _run_and_record(model, arguments)
 
 
-def _run_and_record(
-    model: nn.Module, arguments: Arguments, *, forward: Callable[..., object]
-) -> Trace:
+def _run_and_record(model: nn.Module, arguments: Arguments) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     calls: dict[str, Calls] = {}
@@ -105,7 +101,7 @@ def _run_and_record(
         hooks.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
-        _run(model, arguments, forward)
+        _run(model, arguments)
     return Trace(
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
@@ -121,24 +117,27 @@ class _WholeModel(contextlib.nullcontext[None]):
     parents = ("Global",)
 
 
-def _run(model: nn.Module, arguments: Arguments, forward: Callable[..., object]) -> None:
-    """Run a model on its inputs. Some torchvision models do not take a batch of images."""
-    for base in type(model).__mro__:
-        family = base.__module__.partition("torchvision.models.")[2]
-        if not family.startswith("detection."):
-            continue
-        if base.__name__ == "GeneralizedRCNN":
-            raise ValueError(
-                f"what a {type(model).__name__} computes depends on how many regions it finds"
-            )
-        if base.__name__ in ONE_STAGE_DETECTORS:
-            # Stop after the head: what follows has no MACs, and sorts boxes by their values, which
-            # a meta copy does not have.
-            hook = model.get_submodule("head").register_forward_hook(_stop)
-            with hook, contextlib.suppress(_HeadIsDone):
-                model([*arguments.args[0]])
-            return
-    forward(*arguments.args, **arguments.kwargs)
+def _run(model: nn.Module, arguments: Arguments) -> None:
+    """Run a model on its inputs. Torchvision's detectors do not take a batch of images."""
+    with contextlib.ExitStack() as hooks:
+        for base in type(model).__mro__:
+            if not base.__module__.startswith("torchvision.models.detection."):
+                continue
+            if base.__name__ == "GeneralizedRCNN":
+                raise ValueError(
+                    f"what a {type(model).__name__} computes depends on how many regions it finds"
+                )
+            if base.__name__ in ONE_STAGE_DETECTORS:
+                hooks.enter_context(model.register_forward_pre_hook(_as_list))
+                # Stop after the head: what follows has no MACs, and sorts boxes by their values,
+                # which are not there on meta.
+                hooks.enter_context(model.get_submodule("head").register_forward_hook(_stop))
+                hooks.enter_context(contextlib.suppress(_HeadIsDone))
+        run_batch(model, *arguments.args, **arguments.kwargs)
+
+
+def _as_list(_: nn.Module, args: tuple[Tensor]) -> tuple[list[Tensor]]:
+    return ([*args[0]],)
 
 
 class _HeadIsDone(Exception):

@@ -38,7 +38,6 @@ SITE = ConvSite(
     dilation=(1, 3),
     padding_mode="zeros",
     bias=True,
-    output_size=(4, 7),
     input_extent=(8, 7),
     output_positions=28,
 )

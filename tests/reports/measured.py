@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.networks.copying import meta_copy
+from dcls_convert.networks.running import eval_mode, without_values
 from dcls_convert.reports.report import predict_report
 
 
@@ -32,8 +32,8 @@ def set_after(change, count):
 
 def count_flops(model, input_size):
     image = torch.empty(1, *input_size, dtype=next(model.parameters()).dtype, device="meta")
-    with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
-        meta_copy(model)(image)
+    with eval_mode(model), without_values(model), FlopCounterMode(display=False) as counter:
+        model(image)
     return counter.get_flop_counts()
 
 
