@@ -25,7 +25,6 @@ WRAPPER_NAMES = re.compile(
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"
-QUANTISED = "is quantised; convert before the quantisation"
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -99,9 +98,6 @@ def _other_form(module: nn.Module) -> str | None:
     if isinstance(module, fx.GraphModule):
         if any(str(node.target).startswith("aten.conv") for node in module.graph.nodes):
             return EXPORTED
-    # A convolution of torch.ao, also for quantisation-aware training.
-    if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "kernel_size"):
-        return QUANTISED
     return None
 
 
