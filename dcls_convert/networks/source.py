@@ -5,6 +5,7 @@ open no file and use no network, either.
 """
 
 import importlib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
 MAX_ARGUMENT = 20_000
 # Of arguments that size one layer, which timm allocates before it reads the weights.
 LARGER_LIMITS = {"num_classes": 1_000_000, "in_chans": 1_000_000}
+# How a path begins, on Windows too; no name of a model or module does.
+PATH_START = re.compile(r"[./~\\]|[A-Za-z]:[/\\]")
 # An argument whose name contains one of these words can make a factory open a file or reach the
 # network.
 REFUSED_WORDS = set("cfg checkpoint config dir file hub pretrained url weights".split())
@@ -115,6 +118,11 @@ def resolve_model(
             raise ModelError(f"model kwargs: {key} is stated twice")
         args[key] = value
     prefix, colon, rest = name.partition(":")
+    if prefix.endswith(".py"):
+        module = prefix.removesuffix(".py").lstrip("./").replace("/", ".")
+        raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
+    if PATH_START.match(name):
+        _explain_wrong_model(name)
     if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
     if not colon or prefix in REGISTRIES:
@@ -125,9 +133,6 @@ def resolve_model(
         if pretrained and full_name in INCEPTIONS:
             args.setdefault("transform_input", True)
         return ModelSource(name=full_name, args=args)
-    if prefix.endswith(".py"):
-        module = prefix.removesuffix(".py").replace("/", ".")
-        raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
     if pretrained and prefix not in OTHER_TIMM_KINDS:
         raise ModelError(
             f"{name}: pretrained weights are for models of timm and torchvision; "
@@ -163,9 +168,9 @@ def _explain_wrong_model(name: str) -> None:
             f"a folder in timm's own format is local-dir:{name}"
         )
     if path.suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
-        raise ModelError(
-            f"{name}: is a weights file; name the model, and give the file as checkpoint"
-        )
+        raise ModelError(f"{name}: is a weights file; name its model, and add --checkpoint {name}")
+    if PATH_START.match(name):
+        raise ModelError(f"{name}: is a path; a folder in timm's format is local-dir:{name}")
     if "/" in name:
         raise ModelError(f"no model {name!r}; a model on the hub is hf-hub:{name}")
     module, dot, function = name.rpartition(".")

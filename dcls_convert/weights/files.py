@@ -22,6 +22,7 @@ from ..text import one_line, short_list, shortened
 from .find_file import INDEX, find_weights_file
 from .state_dict_choice import EXTRA_STATE, choose_state_dict
 
+HEADER_START = b"{"  # the ninth byte of a safetensors file
 PICKLE_START = b"\x80"  # first byte of a pickle, and of a file of torch before 1.6
 # What an index of shards may name: a file beside it, never one elsewhere.
 PLAIN_FILE_NAME = re.compile(r"\w[\w.-]*")
@@ -153,14 +154,23 @@ def _read_file(path: Path) -> Any:
     """Return the content of a safetensors or torch file, which its first bytes tell apart."""
     check_file(path)
     where = f"checkpoint {path}"
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise CheckpointError(f"{where}: {error.strerror}") from error
-    if start[8:9] == b"{":  # the header of a safetensors file
+    start = _first_bytes(path, where)
+    if start[8:9] == HEADER_START:
         return load_safetensors(path, "checkpoint")
     return _read_torch(path, where, start)
+
+
+def _first_bytes(path: Path, where: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}") from error
+
+
+def _beginning(start: bytes) -> str:
+    """Show how a file begins: an error page or a pointer of Git LFS shows what it is."""
+    return f"it begins with '{shortened(start.decode(errors='backslashreplace'), 80)}'"
 
 
 def _open_lazily(path: Path) -> Any:
@@ -184,10 +194,13 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         where = f"{what} {path}".lstrip()
-        raise CheckpointError(
-            f"{where}: not a readable safetensors file: {one_line(error)[:200]}; "
-            "if it was cut short, copy or download it again"
-        ) from error
+        problem = f"not a readable safetensors file: {one_line(error)[:200]}; "
+        start = _first_bytes(path, where)
+        if start[8:9] == HEADER_START:
+            problem += "if it was cut short, copy or download it again"
+        else:
+            problem += _beginning(start)
+        raise CheckpointError(f"{where}: {problem}") from error
 
 
 def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
@@ -243,8 +256,7 @@ def _why_unreadable(path: Path, start: bytes) -> str:
             "save its state dict alone, torch.save(model.state_dict(), FILE); it holds more than "
             f"tensors{names}, which would run code, or it is damaged"
         )
-    text = shortened(start.decode(errors="backslashreplace"), 80)
     return (
         "is neither a safetensors file nor one of torch.save, or it is damaged; "
-        f"it begins with '{text}'"
+        f"{_beginning(start)}"
     )

@@ -130,7 +130,7 @@ def test_nothing_at_all_shows_the_help(user_input):
         ),
         "a file": (
             "my/weights.pth",
-            "is a weights file; name the model, and give the file as checkpoint",
+            "is a weights file; name its model, and add --checkpoint ",
         ),
         "of the hub": ("facebook/convnext", "a model on the hub is hf-hub:facebook/convnext"),
         "a module's file": ("my/module.py:build", "name the module, not its file: my.module:build"),

@@ -1,10 +1,13 @@
-"""What timm notes on its models."""
+"""What a name means as MODEL, and what timm notes on its models."""
+
+import re
 
 import pytest
 import timm
 import torch
 import torchvision
 
+from dcls_convert.errors import ModelError
 from dcls_convert.networks.building import build_model, shapes_of
 from dcls_convert.networks.pretrained_cfg import stated_source
 from dcls_convert.networks.source import ModelSource, resolve_model
@@ -51,3 +54,18 @@ def test_pretrained_inceptions_normalise_their_inputs():
     source = resolve_model("torchvision:inception_v3", pretrained=True)
     assert build_model(source, device="meta").transform_input
     assert resolve_model("torchvision:inception_v3") == ModelSource(name="torchvision:inception_v3")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (r"C:\nets\mine", r"is a path; a folder in timm's format is local-dir:C:\nets\mine"),
+        ("./mine", "is a path; a folder in timm's format is local-dir:./mine"),
+        ("model.safetensors", "is a weights file; name its model, and add --checkpoint model"),
+        ("C:/my/weights.pth", "is a weights file"),
+        ("./my/module.py:build", "name the module, not its file: my.module:build"),
+    ],
+)
+def test_a_path_as_model_is_refused_with_what_takes_it(name, says):
+    with pytest.raises(ModelError, match=re.escape(says)):
+        resolve_model(name)

@@ -20,7 +20,7 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.weights.files import read_weights
+from dcls_convert.weights.files import load_safetensors, read_weights
 from dcls_convert.weights.loading import load_weights_
 
 FIRST = "0.weight"  # first tensor of `network`
@@ -166,6 +166,15 @@ def test_each_damage_is_an_error_of_one_line_and_the_model_stays_as_it_is(tmp_pa
 def check_line(error):
     assert re.fullmatch(r".{1,600}", str(error))
     assert str(error).isprintable()
+
+
+def test_a_pointer_in_the_place_of_a_folders_weights_is_shown(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(
+        CheckpointError, match=f"{NO_SAFETENSORS}.* begins with 'version https://git"
+    ):
+        load_safetensors(path)
 
 
 def test_a_url_is_refused_with_all_its_slashes():
