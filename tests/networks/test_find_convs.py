@@ -16,7 +16,7 @@ from dcls_convert.networks.source import ModelSource
 from dcls_convert.reports.report import predict_report
 
 from ..model_state import state_of
-from ..planning.nets import depthwise
+from ..planning.nets import IMAGE, depthwise
 
 SPATIAL = {1: (14,), 2: (9, 14), 3: (5, 9, 7)}  # never square
 
@@ -240,11 +240,17 @@ def test_a_timm_network_that_keeps_attention_biases_is_planned_as_a_new_one():
     assert before.macs is not None
 
 
+def on_twice_the_channels(conv, x):
+    return conv(torch.cat([x, x * x], 1))
+
+
 def test_the_stem_takes_the_image_itself():
     """To have as many input channels as the image is not enough."""
     model = WithOrdinary(nn.Sequential(depthwise(), nn.Conv2d(4, 3, 1), nn.Conv2d(3, 4, 3)))
     sites = find_convs(model, (4, 9, 14)).sites
     assert [site.name for site in sites if site.stem] == ["ordinary"]
+    (site,) = find_convs(Holder(depthwise(channels=8), call=on_twice_the_channels), IMAGE).sites
+    assert not site.stem
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,17 @@ def test_a_use_behind_a_scale_that_starts_near_zero_is_found(scale):
     assert (model.scale == scale).all()
 
 
+def test_convolutions_that_other_code_uses_together_stay():
+    """Alone, each of them may be replaced."""
+
+    def use(conv, x):
+        return conv(x) * any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+    model = User(use)
+    convs = find_convs(model, IMAGE)
+    assert [skip.reason for skip in convs.skipped] == [CHANGED, CHANGED]
+
+
 NOT_MEASURABLE = {
     "random": (lambda x: x + torch.rand_like(x) * NUMBERS.random(), "differ from run to run"),
     "no tensors": (lambda x: {"mean": x.mean().item()}, "no finite numbers"),

@@ -420,6 +420,18 @@ def test_a_window_may_grow_along_the_other_axes():
     assert convs.sites[0].one_sided_axes == (0,)
 
 
+def test_a_crop_of_a_strided_map_is_no_side():
+    model = Call(lambda x, c: c(x)[..., :-2], conv(1, stride=2, padding=1))
+    (site,) = find_convs(model, (2, 25)).sites
+    assert site.one_sided_axes == ()
+
+
+def test_the_border_of_a_map_may_cut_what_its_last_cells_reach():
+    model = Call(lambda x, c: F.avg_pool1d(c(later(x, 7)), 4), conv(1, 15))
+    (site,) = find_convs(model, (2, 35)).sites
+    assert site.one_sided_axes == (0,)
+
+
 class InTwoParts(nn.Module):
     def __init__(self, model):
         super().__init__()
