@@ -145,55 +145,28 @@ def _stages_from_structure(
             convs_of.setdefault((container, stride), []).append(name)
         else:
             stages[name] = container
-    children_of = _children_with_spatial_convs(convs_of, spatial)
-    stride_counts: Counter[str] = Counter()  # child -> number of its output strides
-    for children in children_of.values():
-        stride_counts.update(children)
-    for (container, stride), children in children_of.items():
-        names = convs_of[container, stride]
-        stage = _naming_child(children, stride_counts, names)
-        if stage is None:
-            stage = _stage_named_by_stride(container, stride)
-        for name in names:
-            stages[name] = stage
+    for (container, stride), names in convs_of.items():
+        stage = _stage_in_container(container, stride, names, spatial)
+        if stage is not None:
+            stages.update(dict.fromkeys(names, stage))
     return stages
 
 
-def _children_with_spatial_convs(
-    convs_of: Mapping[tuple[str, OutputStride], Sequence[str]], spatial: Set[str]
-) -> dict[tuple[str, OutputStride], set[str]]:
-    """Return the children with spatial convolutions of each container and output stride.
-
-    For example ("features", (8, 8)) -> {"features.3"}.
-    """
-    children_of: dict[tuple[str, OutputStride], set[str]] = {}
-    for (container, stride), names in convs_of.items():
-        depth_of_child = container.count(".") + 2 if container else 1
-        for name in names:
-            if name in spatial:
-                child = ".".join(name.split(".")[:depth_of_child])
-                children_of.setdefault((container, stride), set()).add(child)
-    return children_of
-
-
-def _naming_child(
-    children: Set[str], stride_counts: Mapping[str, int], convs: Sequence[str]
+def _stage_in_container(
+    container: str, stride: OutputStride, names: Sequence[str], spatial: Set[str]
 ) -> str | None:
-    """Return the child that gives a stage its name, or None if the stride must do that.
+    """Name the stage of these convolutions, which are in numbered children of a container.
 
-    This child alone has spatial convolutions of the stage's stride. It has none of another stride,
-    and is not itself one of the convolutions.
+    It is called after the one child that has spatial convolutions ("features.3"), unless that is
+    the convolution itself; if there are several, after the stride ("features/stride8"); and None if
+    there are none.
     """
-    if len(children) != 1:
+    depth_of_child = container.count(".") + 2 if container else 1
+    children = {".".join(name.split(".")[:depth_of_child]) for name in names if name in spatial}
+    if not children:
         return None
-    (child,) = children
-    if stride_counts[child] > 1 or child in convs:
-        return None
-    return child
-
-
-def _stage_named_by_stride(container: str, stride: OutputStride) -> str:
-    """Return the name of a stage that is not a single module: "features/stride8"."""
+    if len(children) == 1 and not children & set(names):
+        return children.pop()
     if len(set(stride)) == 1:
         stride = stride[:1]
     return f"{container}/stride{size_text(stride)}".lstrip("/")
