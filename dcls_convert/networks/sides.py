@@ -92,7 +92,6 @@ class HalfReach:
 
     most: float
     least: float
-    is_cut: bool  # by the border of a map, so that it may be more
     varies: float  # between the changed cells
 
 
@@ -119,9 +118,7 @@ class Reach:
 
     def _ends(self, side: HalfReach) -> bool:
         """True if a side is seen to end in the output's cell, and there for each changed cell."""
-        return (
-            not side.is_cut and side.most < max(1, self.step) and side.varies <= max(2, self.step)
-        )
+        return side.most < max(1, self.step) and side.varies <= max(2, self.step)
 
     def has_new_side(self, new: "Reach") -> bool:
         """True if this one looks one way, and the new one further to the other side."""
@@ -206,12 +203,9 @@ def _line(
     return []
 
 
-def _steps(ratio: float) -> list[float]:
+def _steps(ratio: float) -> set[float]:
     """Return how many input cells one of the output may be, if their numbers have this ratio."""
-    step = round(ratio) if ratio >= 0.75 else 1 / round(1 / ratio)
-    if abs(ratio / step - 1) < 0.1:
-        return [step]
-    return [step, 1]
+    return {1, round(ratio) if ratio >= 0.75 else 1 / round(1 / ratio)}
 
 
 def _reach(
@@ -232,10 +226,10 @@ def _reach(
 
 
 def _side(reaches: Sequence[float], are_cut: Sequence[bool], uncertain: float) -> HalfReach:
+    """Sum up what is seen at each place; where a map's border cuts it, it may be more."""
     whole = [reach for reach, is_cut in zip(reaches, are_cut, strict=True) if not is_cut]
     return HalfReach(
         most=max(reaches),
         least=min(whole or reaches) - uncertain,
-        is_cut=any(are_cut),
         varies=max(reaches) - min(reaches),
     )
