@@ -33,15 +33,12 @@ def report_of(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_golden_folder_loads_with_the_same_outputs(name):
+def test_a_golden_folder_is_whole_and_loads_with_the_same_outputs(name):
     own = seeded_network(CASES[name]) if open_checkpoint(HERE / name).plan.model is None else None
+    checks = verify_folder(HERE / name, model=own).checks
+    assert [check for check in checks if not check.ok] == []
     model = dcls_convert.load_converted(HERE / name, model=own)
     torch.testing.assert_close(outputs_of(model), OUTPUTS[name], rtol=FLOAT64_RTOL, atol=0)
-
-
-def test_timm_loads_a_golden_folder_with_the_same_outputs():
-    model = timm.create_model(f"local-dir:{HERE / 'fit'}", pretrained=True)
-    torch.testing.assert_close(outputs_of(model), OUTPUTS["fit"], rtol=FLOAT64_RTOL, atol=0)
 
 
 def test_a_golden_folded_folder_loads_in_timm_with_the_outputs_of_its_conversion():
@@ -79,11 +76,3 @@ def mean_fit_error(report):
     """Return the mean error of the kernels of a report, from which the errors are removed."""
     errors = [layer.pop("fit_error") or 0.0 for layer in report["layers"]]
     return sum(errors) / len(errors)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_golden_folder_is_verified(name):
-    own = seeded_network(CASES[name]) if open_checkpoint(HERE / name).plan.model is None else None
-    checks = verify_folder(HERE / name, model=own).checks
-    assert [check for check in checks if not check.ok] == []
-    assert "outputs" in {check.name for check in checks}

@@ -5,7 +5,6 @@ did.
 """
 
 import contextlib
-import copy
 import importlib.metadata
 import io
 import warnings
@@ -15,18 +14,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dcls_convert import (
-    convert_,
-    find_convs,
-    fold_to_dense_,
-    load_converted,
-    save_converted,
-    tuning,
-)
+from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted, tuning
+from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.networks.running import eval_mode
-from dcls_convert.planning.layer_plan import position_groups
 
 from ..command_line import run
 from . import models
@@ -133,95 +125,52 @@ def row(case, report):
     return case.library, version, case.model, layers, f"{counts} in {size}", ", ".join(case.stages)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.factory, scope="module")
-def case(request):
-    return request.param
-
-
 def outputs(model, images):
     with torch.no_grad(), eval_mode(model), warnings.catch_warnings(action="ignore"):
         return model(images)
 
 
-@pytest.fixture(scope="module")
-def converted(case):
-    """A model with random positions in float64, and the report.
-
-    Tests that change the model take a copy.
-    """
-    model = case.build().double()
-    return model, convert_(model, dilated_size=case.window, init="random", input_size=case.size)
-
-
-def test_outputs_stay_with_an_exact_start(case):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.factory)
+def test_a_model_is_converted_saved_loaded_trained_and_folded(table, case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = case.build().double()
     before = outputs(model, case.images())
     report = convert_(model, dilated_size=case.window, init="exact", input_size=case.size)
-    assert len(report.layers) == case.layers
     assert max_relative_error(before, outputs(model, case.images())) < FLOAT64
-
-
-def test_stages_are_found_and_ties_are_sensible(case, converted):
-    convs = find_convs(case.build(), case.size)
-    assert convs.macs
-    model, report = converted
+    assert len(report.layers) == case.layers
     assert sorted({layer.stage for layer in report.layers}) == sorted(case.stages)
-    sizes = {site.name: site.output_size for site in convs.sites}
-    for first, *others in position_groups(report.plan.layers):
-        for layer in others:
-            assert sizes[first.name] == sizes[layer.name] is not None
-            assert first.stage == layer.stage
-            shared = model.get_submodule(first.name).positions
-            assert model.get_submodule(layer.name).positions is shared
+    train_(model, case)
+    trained = outputs(model, case.images())
+    save_converted(model, report.plan, "saved")
+    loaded = load_converted("saved", model=case.build().double())
+    assert max_relative_error(trained, outputs(loaded, case.images())) == 0
+    assert fold_to_dense_(loaded) == len(report.layers)
+    assert max_relative_error(trained, outputs(loaded, case.images())) < FLOAT64
+    size = "x".join(map(str, case.size))
+    factory = f"{models.__name__}:{case.factory}"
+    run(factory, "--dilated-size", case.window, "--input-size", size, "--output", "converted")
+    assert verify_folder("converted", trust_code=True).ok
+    table.append(row(case, report))
 
 
-def test_folding_keeps_outputs(case, converted):
-    model, report = copy.deepcopy(converted)
-    after = outputs(model, case.images())
-    assert fold_to_dense_(model) == len(report.layers)
-    assert max_relative_error(after, outputs(model, case.images())) < FLOAT64
+def train_(model, case):
+    """Check that each positions tensor moves.
 
-
-def test_training_moves_positions(case, converted):
-    """In two steps: blocks whose last normalisation starts at zero, as timm's, have no gradient in
-    the first.
+    In two steps: blocks whose last normalisation starts at zero, as timm's, have no gradient in the
+    first.
     """
-    model, _ = copy.deepcopy(converted)
     positions = {name: one for name, one in model.named_parameters() if name.endswith("positions")}
     before = {name: one.detach().clone() for name, one in positions.items()}
     optimizer = torch.optim.AdamW(tuning.param_groups(model.train(), lr=1e-2))
     for _ in range(2):
         with warnings.catch_warnings(action="ignore"):
-            answers = [
-                one
-                for one in tree_leaves(model(case.images()))
-                if getattr(one, "requires_grad", False)
-            ]
+            answers = tree_leaves(model(case.images()))
+        answers = [one for one in answers if getattr(one, "requires_grad", False)]
         sum((one * torch.randn_like(one)).sum() for one in answers).backward()
         optimizer.step()
+    tuning.clamp_positions_(model)
     assert positions
     assert not [name for name, one in positions.items() if torch.equal(one, before[name])]
-
-
-def test_a_saved_model_is_loaded_again(table, case, converted, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, report = converted
-    save_converted(model, report.plan, "saved")
-    expected = outputs(model, case.images())
-    assert (
-        max_relative_error(
-            outputs(load_converted("saved", model=case.build().double()), case.images()), expected
-        )
-        == 0
-    )
-    size = "x".join(map(str, case.size))
-    factory = f"{models.__name__}:{case.factory}"
-    run(factory, "--dilated-size", case.window, "--input-size", size, "--output", "converted")
-    images = case.images(torch.float32)
-    trusted = load_converted("converted", trust_code=True)
-    other = load_converted("converted", model=case.build())
-    assert max_relative_error(outputs(trusted, images), outputs(other, images)) == 0
-    table.append(row(case, report))
 
 
 # Ultralytics fuses normalisations into kernels, and keeps whole models in its files.
