@@ -56,22 +56,15 @@ def test_first_steps(run):
 
 
 @pytest.mark.slow
-def test_a_network_learns_digits_and_what_is_written_can_be_trained_again(run):
+def test_a_network_learns_digits(run):
     write_digits(Path("all"), classes=10, images=150)
-    write_digits(Path("digits"))
     torch.manual_seed(0)
     convert(timm.create_model("test_convnext", num_classes=10, ls_init_value=0.1), "converted")
     options = "--data all --input-size 3 32 32 --epochs 2 --augmentation none --hflip 0 --lr 0.003"
-    run("finetune.py", "converted", *options.split(), "--output", "run")
+    run("finetune.py", "converted", *options.split(), "--ema", "0.9", "--output", "run")
     history = json.loads(Path("run/history.json").read_text())
     assert history[1]["accuracy"] > 60
     assert history[1]["loss"] < history[0]["loss"]
-    records = read_track("run/positions.jsonl")
-    assert [record.step for record in records] == [0, 1, 2]
-    assert all(row.speed > 0 for row in records[2].positions.values())
-    more = "--epochs 1 --ema 0.9 --repulsive 1 --output again"
-    run("finetune.py", "run/best", *OPTIONS.split(), *more.split())
-    assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 4
 
 
 def assert_equal_states(first, second, atol):
@@ -127,13 +120,16 @@ def test_a_killed_run_that_is_started_again_ends_like_an_uninterrupted_one(launc
     assert blocks[0].conv_dw.positions is blocks[1].conv_dw.positions
 
 
-def test_mistakes_are_one_line_and_a_run_is_not_resumed_as_another(run):
+def test_a_run_is_not_resumed_as_another(run):
     write_digits(Path("digits"))
     options = [*OPTIONS.split(), "--epochs", "1"]
+<<<<<<< HEAD
     with pytest.raises(SystemExit, match=r"^error: test_convnexx: is neither a folder nor a"):
         run("finetune.py", "test_convnexx", *options)
     with pytest.raises(SystemExit, match=r"^error: --data digits/0: all images are of one class"):
         run("finetune.py", "test_convnext", *options, "--data", "digits/0")
+=======
+>>>>>>> dd65d959 (Drop weaker tests of the ground and of the examples)
     run("finetune.py", "test_convnext", *options)  # without DCLS layers
     state = Path("runs/test_convnext/state.pt").read_bytes()
     with pytest.raises(SystemExit, match=r"holds a run with lr 0\.001, not 1\.0; use another"):
@@ -141,7 +137,7 @@ def test_mistakes_are_one_line_and_a_run_is_not_resumed_as_another(run):
     assert Path("runs/test_convnext/state.pt").read_bytes() == state
 
 
-def test_the_receptive_field_of_one_convolution_is_its_kernel(run):
+def test_the_receptive_field_of_one_convolution_is_its_kernel():
     functions = runpy.run_path(str(EXAMPLES / "receptive_field.py"))
     conv = torch.nn.Conv2d(1, 1, (5, 3), dilation=(2, 1), padding="same", bias=False)
     torch.nn.init.constant_(conv.weight, -0.5)
@@ -150,7 +146,3 @@ def test_the_receptive_field_of_one_convolution_is_its_kernel(run):
     expected = torch.zeros(21, 15, dtype=torch.float64)
     expected[6:15:2, 6:9] = 0.5
     assert torch.equal(field, expected)
-    convert(timm.create_model("test_convnext"), "new")
-    printed = run("receptive_field.py", "test_convnext", "new")
-    assert "new: half of the gradient in the central" in printed
-    assert Path("receptive-field.png").read_bytes().startswith(b"\x89PNG")

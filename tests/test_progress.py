@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 import time
 
@@ -42,18 +41,17 @@ def test_a_fit_tells_of_every_layer_in_order(images):
     plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=9)
     apply_plan_(model, plan, init="fit", calibration=images, notify=lambda *step: told.append(step))
     solving = "calibrating" if images else "fitting"
-    texts, done, totals = zip(*(step for step in told if step[0].startswith(solving)), strict=True)
-    numbers = [
-        re.search(r", layers? (\d+)(?: to (\d+))? of (\d+)$", text).groups() for text in texts
-    ]
-    covered = [
-        number for first, last, _ in numbers for number in range(int(first), int(last or first) + 1)
-    ]
-    assert covered == list(range(1, len(plan.layers) + 1))
-    assert {int(of) for *_, of in numbers} == {len(plan.layers)}
-    assert sorted(set(done)) == list(done)
-    assert (done[0], set(totals)) == (0, {totals[0]})
-    assert done[-1] < totals[0]
+    steps = [step for step in told if step[0].startswith(solving)]
+    covered = []
+    for text, _, _ in steps:
+        first, last = re.search(r", layers? (\d+)(?: to (\d+))? of 4$", text).groups()
+        covered += range(int(first), int(last or first) + 1)
+    assert covered == [1, 2, 3, 4]
+    done = [step[1] for step in steps]
+    (total,) = {step[2] for step in steps}
+    assert sorted(set(done)) == done
+    assert done[0] == 0
+    assert done[-1] < total
 
 
 @pytest.mark.parametrize("progress", [None, True])
@@ -62,23 +60,22 @@ def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
     convert_(net(), dilated_size=9, input_size=(3, 32, 32), init="fit", progress=progress)
     out, err = capfd.readouterr()
     assert out == ""
-    assert (
-        ("Sequential: fitting stages.1, layers 3 to 4 of 4\n" in err) == bool(err) == bool(progress)
-    )
+    if progress:
+        assert "Sequential: fitting stages.1, layers 3 to 4 of 4\n" in err
+    else:
+        assert err == ""
 
 
 def test_somebody_may_be_looking_on_a_terminal_or_in_a_notebook(monkeypatch, terminal):
     terminal()
     assert is_stderr_watched()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not is_stderr_watched()
     monkeypatch.setattr(sys, "stderr", None)
     assert not is_stderr_watched()
     monkeypatch.setitem(sys.modules, "ipykernel", progress)
     assert is_stderr_watched()
 
 
-def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):
+def test_a_terminal_gets_a_bar_that_vanishes(terminal):
     stream = terminal()
     with show_progress("quick", wait=30) as notify:
         notify("nothing to see")
@@ -105,24 +102,14 @@ def test_steps_are_shown_from_the_first_on_that_begins_when_the_wait_is_over(cap
     assert capsys.readouterr().err == "net: slow\nnet: next\n"
 
 
-def test_a_dumb_terminal_and_a_pipe_get_lines(terminal, monkeypatch):
+@pytest.mark.parametrize("variable", ["TERM=dumb", "FORCE_COLOR=1"])
+def test_a_dumb_terminal_and_a_file_with_forced_colours_get_lines(terminal, monkeypatch, variable):
     stream = terminal()
-    monkeypatch.setenv("TERM", "dumb")
+    if variable == "FORCE_COLOR=1":
+        stream.isatty = lambda: False
+    monkeypatch.setenv(*variable.split("="))
     with show_progress("\x1b]0;x\x07", every=60) as notify:
         for number in range(3):
             notify(f"layer {number}", number, 3)
         notify("writing")
     assert stream.getvalue() == "\\x1b]0;x\\x07: layer 0\n\\x1b]0;x\\x07: writing\n"
-
-
-def test_progress_is_lines_in_a_notebook_and_in_a_file_that_colours_are_forced_into(tmp_path):
-    program = (
-        "import time; from dcls_convert.progress import show_progress\n"
-        "with show_progress('net') as notify:\n"
-        "    for number in range(3): notify(f'layer {number}', number, 3); time.sleep(0.2)\n"
-    )
-    log = tmp_path / "log.txt"
-    with log.open("w") as stderr:
-        command = [sys.executable, "-c", program]
-        subprocess.run(command, stderr=stderr, env={"FORCE_COLOR": "1"}, check=True, timeout=100)
-    assert log.read_text() == "net: layer 0\nnet: layer 1\nnet: layer 2\n"

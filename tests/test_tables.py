@@ -35,7 +35,7 @@ def printed(table, width):
 
 
 @many_examples
-@given(TEXTS, st.integers(3, 60))
+@given(TEXTS, st.integers(5, 60))
 @example("路" * 40, 20)
 def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
     text = shortened(name, limit)
@@ -43,15 +43,10 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
     assert cell_len(text) <= limit
     if len(name) <= limit and cell_len(printable(name)) <= limit:
         assert text == printable(name)
-    elif name.isascii() and name.isprintable() and limit >= 5:
-        if text.count("...") == 1:
-            start, end = text.split("...")
-        else:  # the name itself has dots
-            start = text[: (limit - 2) // 2]
-            end = text[-1:]
-        assert start == name[: (limit - 2) // 2]
-        assert name.endswith(end)
-        assert end
+    elif name.isascii() and name.isprintable():
+        kept = (limit - 3) // 2
+        assert text.startswith(name[:kept])
+        assert text.endswith(name[-kept:])
 
 
 @many_examples
@@ -70,19 +65,13 @@ def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
 
 @many_examples
 @given(ROWS)
-def test_a_column_without_values_is_left_out(rows):
-    has_counts = any(count is not None for _, count in rows)
-    assert ("Count" in table_of(rows).markdown()) == has_counts
-
-
-@many_examples
-@given(ROWS)
 def test_markdown_gives_back_the_texts(rows):
     table = table_of(rows)
     table.add_total("all|", "7", NUMBER)
     head, sides, *lines = table.markdown().splitlines()
-    assert head == "| Name | Count | Number |"
+    assert head == "| Name | Count | Number |"  # the total has a count
     assert sides == "| --- | ---: | ---: |"
+    assert "Count" not in table_of([("name", None)]).markdown()
     for line, (name, count) in zip(lines, [*rows, ("all|", 7)], strict=True):
         cells = [cell.strip() for cell in re.findall(r"((?:\\.|[^|\\])*)\|", line)[1:]]
         texts = [printable(name), "" if count is None else f"{count:,}", NUMBER]

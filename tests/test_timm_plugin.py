@@ -21,23 +21,11 @@ import timm
 }
 CHECK = """
 import timm
-assert timm.is_model("dcls_convert")
 assert timm.list_models("dcls*") == ["dcls_convert"]
-try:
-    timm.create_model("dcls_convert")
-except ValueError as error:
-    assert "local-dir:FOLDER" in str(error)
 """
-
-
-def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_imports_registers_our_entry(order):
-    done = run(f"{ORDERS[order]}\n{CHECK}")
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", f"{ORDERS[order]}\n{CHECK}"], check=True, timeout=120)
