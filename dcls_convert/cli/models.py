@@ -35,7 +35,6 @@ def models(
     strict: options.Strict = False,
     dilated_size: options.DilatedSize = AUTO,
     kernel_count: options.KernelCount = AUTO,
-    scope: options.ScopeOption = "auto",
     tie: options.TieOption = "stage",
     budget: options.Budget = DEFAULT_BUDGET,
     interpolation: options.InterpolationOption = None,
