@@ -14,7 +14,6 @@ from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
 from ..output import check_figure_library, check_output
 from ..planning.plan_options import PlanOptions
-from ..progress import ignore_messages
 from ..text import printable
 from . import console, options
 from .shell_command import shell_command
@@ -189,7 +188,7 @@ def _convert_and_save(
             plan=plan,
             approve=approve,
             notify=notify,
-            note=ignore_messages if quiet else console.note,
+            note=console.note,
         )
         if conversion.model is None:  # after a dry run
             _check_macs(conversion, max_macs)
@@ -226,7 +225,7 @@ def _check_macs(planned: "Conversion", max_macs: float | None) -> None:
         raise PlanError(
             f"{planned.request.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
             f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: "
-            f"{_sweep_command(planned.request)}"
+            f"{shell_command(planned.request, command='sweep')}"
         )
 
 
@@ -242,7 +241,7 @@ def _show(conversion: "Conversion", verbose: int) -> None:
     shown = report_view(
         replace(report, outcome=None),  # which is shown by `next_steps`
         verbose=verbose,
-        cheaper_sizes=_sweep_command(conversion.request),
+        cheaper_sizes=shell_command(conversion.request, command="sweep"),
         why_kept="-v says why",
     )
     console.show(shown, *steps)
@@ -289,15 +288,3 @@ def _reason_to_keep(path: Path) -> str | None:
     from ..checkpoints.folder import reason_not_a_checkpoint  # imports torch
 
     return reason_not_a_checkpoint(path)
-
-
-def _sweep_command(request: ConversionRequest) -> str:
-    """Return the `sweep` command that shows the costs of other sizes."""
-    decide_macs = {
-        "num_classes": request.num_classes,
-        "in_chans": request.in_chans,
-        "model_kwargs": request.model_kwargs,
-        "rules": request.options.rules,
-        "input_size": request.input_size,
-    }
-    return shell_command(str(request.model), decide_macs, command="sweep")

@@ -100,24 +100,12 @@ def sweep_command(
 
 def _command(request: ConversionRequest, combination: "Combination") -> str:
     """Return the command that converts as a row of the sweep does."""
-    plan_options = request.options
     budget = None
     if combination.budget is not None:
         budget = f"{combination.budget:.12g}%"
-    values = {
-        "pretrained": request.pretrained,
-        "checkpoint": request.weights,
-        "checkpoint_key": request.checkpoint_key,
-        "num_classes": request.num_classes,
-        "in_chans": request.in_chans,
-        "model_kwargs": request.model_kwargs,
-        "rules": plan_options.rules,
-        "strict": plan_options.strict,
-        "dilated_size": combination.size,
-        "kernel_count": combination.kernel_count,
-        "budget": budget,
-        "tie": None if plan_options.tie == PlanOptions().tie else plan_options.tie,
-        "interpolation": plan_options.interpolation,
-        "input_size": request.input_size,
-    }
-    return shell_command(str(request.model), values)
+    return shell_command(
+        request,
+        dilated_size=combination.size,
+        kernel_count=combination.kernel_count,
+        budget=budget,
+    )

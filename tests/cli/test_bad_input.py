@@ -66,7 +66,6 @@ def table(rows):
         # The command line itself.
         "rules nope": "No such command 'nope'",
         f"{NET} --size 9": "No such option: --size (Possible options: --dilated-size).",
-        f"sweep {NET} --size 9": "No such option: --size (Possible options: --sizes).",
         f"sweep {NET} --dilated-size 9 13": "(Possible options: --sizes 9,13)",
         f"sweep {NET} --sizes 9 13": (
             "(13); a list is written with commas: dcls-convert sweep MODEL --sizes 9,13."

@@ -82,3 +82,14 @@ def test_options_without_effect_are_ignored_with_a_note():
         assert f"note: {option} has no effect without" in err
     assert not Path("elsewhere").exists()
     assert run(MODEL, *options, "--quiet")[0] == ""
+
+
+def test_quiet_still_says_which_weights_are_taken(trained):
+    weights = read_weights(trained / "weights.safetensors")
+    torch.save({"model": weights, "ema": weights, "epoch": 3}, "run.pth")
+    command = (MODEL, "--dilated-size", 7, "--checkpoint", "run.pth", "--init", "largest")
+    out, err = run(*command, "--output", "out", "--quiet")
+    assert out == "out\n"
+    assert err.startswith("note: checkpoint run.pth: ")
+    assert "ema" in err
+    assert all(line.startswith("note: ") for line in err.splitlines())
