@@ -68,13 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def check_argument(name: str, value: object, kind: type) -> None:
-    """Raise DclsConvertError unless the argument is of this class; say what to give instead.
-
-    Args:
-        name: The argument's name.
-        value: What was given.
-        kind: Its class.
-    """
+    """Raise DclsConvertError unless the argument is of this class; say what to give instead."""
     if isinstance(value, kind):
         return
     found = f"a {type(value).__name__}"

@@ -16,8 +16,6 @@ from .text import printable, shortened
 logger = logging.getLogger("dcls_convert")  # logs each decision, at DEBUG
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # terminal columns
-
-
 # A callback for messages to the user.
 Note = Callable[[str], None]
 
@@ -55,7 +53,7 @@ def show_progress(
         name: The task that the steps belong to; shown before each step.
         wait: Seconds in which nothing is shown.
         every: Minimum seconds between two lines, for steps with a total.
-        write_line: Writes a line if there is no bar.
+        write_line: Called if there is no bar.
         redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.
     """
     name = shortened(name)
@@ -125,9 +123,7 @@ def show_progress_in_python(
 ) -> contextlib.AbstractContextManager[Notify]:
     """Show progress of a call from Python, if it takes more than SECONDS_UNSEEN.
 
-    Args:
-        name: The task that the steps belong to; shown before each step.
-        progress: Whether to show progress; None shows it if somebody may be looking at stderr.
+    A `progress` of None shows it if somebody may be looking at stderr.
     """
     if progress is None:
         progress = is_stderr_watched()

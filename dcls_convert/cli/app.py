@@ -38,13 +38,11 @@ EXIT_CODES = (
 )
 # Dependencies that some users install by hand; they may be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
-# For an option that users guess: what is suggested instead, if the command has that option.
-ALIASES = {
-    "--size": ["--dilated-size", "--sizes"],
-    "--window": ["--dilated-size", "--sizes"],
-    "--dilated-size": ["--sizes 9,13"],
-    "--weights": ["--checkpoint"],
-    "--count": ["--kernel-count", "--counts"],
+# For an option that users guess in a command: what is suggested instead of typer's nearest words.
+HINTS = {
+    ("dcls-convert convert", "--size"): "--dilated-size",
+    ("dcls-convert sweep", "--size"): "--sizes 9,13",
+    ("dcls-convert sweep", "--dilated-size"): "--sizes 9,13",
 }
 # typer's message for the second value of a list without commas.
 EXTRA_VALUES = r".* extra argument.* \([0-9x.%+ ]+\)"
@@ -200,15 +198,10 @@ def _kind(error: DclsConvertError) -> str:
 def _parser_message(error: typer.TyperException) -> str:
     """Return what typer says about the arguments, in one line that ends with the help command."""
     context = getattr(error, "ctx", None)
-    program = "dcls-convert"
-    if context is not None:
-        program = context.command_path
-        options: list[str] = []
-        for parameter in context.command.params:
-            options += parameter.opts
-        for alias in ALIASES.get(getattr(error, "option_name", ""), []):
-            if alias.split()[0] in options:
-                error.possibilities = [alias]  # type: ignore[attr-defined]
+    program = context.command_path if context is not None else "dcls-convert"
+    hint = HINTS.get((program, getattr(error, "option_name", "")))
+    if hint is not None:
+        error.possibilities = [hint]  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if re.fullmatch(EXTRA_VALUES, message):
         message += "; a list is written with commas: dcls-convert sweep MODEL --sizes 9,13"

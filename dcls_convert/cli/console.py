@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..errors import DclsConvertError
 from ..progress import Notify, ignore_messages, logger, show_progress
-from ..text import printable, shortened
+from ..text import printable
 
 LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # stdout is closed or full
@@ -51,14 +51,10 @@ _MESSAGE_HANDLER = _MessageHandler()
 
 
 def log_if_asked() -> None:
-    """Print what the package logs, if the environment variable DCLS_CONVERT_LOG says "debug"."""
-    level = os.environ.get(LOG_VARIABLE, "")
-    if not level:
-        return
-    if level.lower() != "debug":
-        raise DclsConvertError(f"environment: {LOG_VARIABLE}={shortened(level)!r} must be debug")
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(_MESSAGE_HANDLER)
+    """Print what the package logs, if the environment variable DCLS_CONVERT_LOG is set."""
+    if os.environ.get(LOG_VARIABLE):
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(_MESSAGE_HANDLER)
 
 
 def show(*parts: RenderableType, wide: bool = False) -> None:
@@ -114,7 +110,6 @@ def steps(
     Args:
         name: What the steps belong to, such as a model; printed before each step.
         first: First step, shown while the block imports its modules, which takes seconds.
-        quiet: Show nothing.
         lines: If stderr is not a terminal, write a line for each step.
         every: Minimum number of seconds between two lines, for steps with a total.
     """

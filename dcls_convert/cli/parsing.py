@@ -17,24 +17,19 @@ from ..options import (
     MAX_PERCENT,
     MAX_SIDE,
     MIN_PERCENT,
-    check_even,
     parse_percent,
 )
 from ..text import shortened
 from .console import note
 
 KEYWORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # KEY=VALUE
-MAX_VALUES = 1000  # of a range such as 7..23
 
 
 def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
-    """Parse "auto", or a window as `parse_window` does; refuse an odd growth."""
+    """Parse "auto", or a window as `parse_window` does."""
     if text == AUTO:
         return AUTO
-    window = parse_window(text)
-    if isinstance(window, str):
-        check_even(window)
-    return window
+    return parse_window(text)
 
 
 def parse_window(text: str) -> int | str | tuple[int, ...]:
@@ -195,13 +190,11 @@ def _numbers_between(
     """Return the numbers from first to last; note if the default step does not reach the last.
 
     Raises:
-        ValueError: `part`, the text of the range, runs backwards or has too many values.
+        ValueError: `part`, the text of the range, runs backwards.
     """
     if last < first:
         raise ValueError(f"'{part}' runs backwards; give {last}..{first}")
     numbers = range(first, last + 1, step or default_step)
-    if len(numbers) > MAX_VALUES:
-        raise ValueError(f"'{part}' has {len(numbers):,} values; {MAX_VALUES:,} are allowed")
     if step is None and numbers[-1] < last:
         note(f"{part} stops at {numbers[-1]}, as it grows by {default_step}; {part}..1 has all")
     return numbers
