@@ -235,8 +235,6 @@ def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
     mistakes = [
         (lambda: dcls_convert.apply_plan_(model, report), from_report),
         (lambda: dcls_convert.predict_report(report), from_report),
-        (lambda: dcls_convert.calibrate(model, report, ()), from_report),
-        (lambda: dcls_convert.save_converted(model, report, "out"), from_report),
         (lambda: dcls_convert.predict_report("x"), f"plan: found the text 'x'; {give_plan}"),
         (
             lambda: dcls_convert.plan_conversion(model),
@@ -251,7 +249,6 @@ def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
             "model: found the class UNet; give a torch.nn.Module, such as timm.create_model(...) "
             "or load_converted(folder)",
         ),
-        (lambda: convert_(model, seed="a"), "seed 'a' must be an integer"),
         (
             lambda: dcls_convert.save_converted(model, "out", report.plan),
             "folder: found a ConversionPlan; give a Path",

@@ -27,17 +27,11 @@ COMMANDS = (
     ("sweep", MODEL, "--sizes", "7", *WEIGHTS, "--json"),
     ("models", "timm:test_byobnet", "--json", "--jobs", "1"),
 )
+# In the second, Python reads and writes text as ASCII unless an encoding is given.
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ENVIRONMENTS = (
-    {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"},
-    # Here Python reads and writes text as ASCII unless an encoding is given.
-    {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "2",
-        "TZ": "Pacific/Auckland",
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-    }
-    | {"PYTHONCOERCECLOCALE": "0"},
+    {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"},
+    {"PYTHONHASHSEED": "2", "TZ": "Pacific/Auckland", **ASCII},
 )
 PROGRAM = """
 import contextlib, json, sys
@@ -59,6 +53,7 @@ def start(folder, environment):
         (folder / name).symlink_to(folder.parents[1] / name)
     changed = {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
         "SOURCE_DATE_EPOCH": str(len(folder.name)),
     }
     inherited = {
