@@ -6,9 +6,7 @@ The blocks of a page run in order, in one folder: `python` blocks in one namespa
 the last that the command prints, or its beginning if it ends in `...`.
 """
 
-import contextlib
 import importlib.util
-import io
 import os
 import re
 import shlex
@@ -28,8 +26,8 @@ from safetensors.torch import save_model
 
 import dcls_convert
 from dcls_convert.checkpoints.card import CITATION
-from dcls_convert.cli.app import main
 
+from .command_line import run_to_end
 from .conftest import TINY
 from .hub_cache import upload
 from .image_folder import write_images
@@ -70,14 +68,10 @@ ELSEWHERE = (
 def run_program(words: list[str]) -> tuple[int, str]:
     """Run a command; return its exit code and all that it printed."""
     if words[0] == "dcls-convert":  # in this process, which has imported torch already
-        printed = io.StringIO()
-        with (
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(printed),
-            pytest.raises(SystemExit) as stopped,
-        ):
-            main(words[1:])
-        return int(stopped.value.code or 0), printed.getvalue()
+        code, out, err = run_to_end(*words[1:])
+        if code:
+            return code, out + err
+        return code, err + out
     program = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     done = subprocess.run(
         [sys.executable, *program, *words[1:]],
