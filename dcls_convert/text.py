@@ -6,8 +6,6 @@ from typing import Any
 
 from rich.cells import cell_len
 
-MAX_ERROR_CHARACTERS = 10_000  # the rest of an error's message is ignored
-
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
     """Return `" (did you mean 'a' or 'b'?)"` with the known words closest to `word`, or ""."""
@@ -67,9 +65,8 @@ def short_list(names: Iterable[object], max_names: int = 3) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return the message of any exception on one printable line."""
-    words = str(error)[:MAX_ERROR_CHARACTERS].split()
-    message = " ".join(words) or type(error).__name__
-    return printable(message)
+    message = " ".join(str(error).split())
+    return printable(message or type(error).__name__)
 
 
 def range_text(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 from torch import nn
 
 from dcls_convert.checkpoints.load import load_converted
@@ -68,6 +69,11 @@ def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
     assert exit_code(*arguments) in (0, 2)
     for text in capsys.readouterr():
         assert {character for character in text if not character.isprintable()} <= {"\n"}, text
+
+
+def test_what_a_view_does_not_escape_is_escaped_when_it_is_printed(capsys):
+    console.show(Text(EVIL))
+    assert capsys.readouterr().out.removesuffix("\n").isprintable()
 
 
 def talkative():
