@@ -1,6 +1,4 @@
-"""Weights are in memory once: each command's peak memory, without what the imports take, is
-compared with the size of the weights.
-"""
+"""Weights are in memory once, as each command's peak shows, without what the imports take."""
 
 import json
 import os
@@ -16,7 +14,6 @@ from pathlib import Path
 import timm
 from safetensors.torch import save_file
 from dcls_convert.checkpoints.load import load_converted
-from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.cli.app import main
 
 def status(name):
@@ -24,10 +21,7 @@ def status(name):
 
 def shell(*arguments):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        main([*arguments, "-q"])
-
-def verify(folder):
-    assert verify_folder(folder).ok
+        main(arguments)
 
 def peaks_of(name):
     folder, weights = f"{name}-folder", f"{name}.safetensors"
@@ -37,7 +31,7 @@ def peaks_of(name):
         "convert": lambda: shell(*convert, folder),
         "convert --checkpoint": lambda: shell(*convert, *largest),
         "load_converted": lambda: load_converted(folder),
-        "verify": lambda: verify(folder),
+        "verify": lambda: shell("verify", folder),
         "fold": lambda: shell("fold", folder, "--output", f"{name}-folded"),
     }
     state = timm.create_model(name).state_dict()
