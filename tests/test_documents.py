@@ -38,7 +38,7 @@ PAGES = {
     path.name: path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 }
-# Of the extra thirdparty. A block that names one is left out where it is not installed.
+# Of the extra thirdparty. Where one is missing, the rest of a section that names it is left out.
 OTHER_LIBRARIES = ("lightning", "transformers")
 # Text in the pages, and what is run in its place: small networks, and few images and epochs.
 STAND_INS = {
@@ -142,11 +142,6 @@ def fill_hub(hub: Path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)
 
 
-def is_left_out(block: str) -> bool:
-    names = [library for library in OTHER_LIBRARIES if library in block]
-    return any(importlib.util.find_spec(name) is None for name in names)
-
-
 @pytest.mark.processes
 @pytest.mark.thirdparty
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's images
@@ -164,21 +159,28 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
         for name, stand_in in STAND_INS.items():
             text = text.replace(name, stand_in)
     namespace: dict[str, object] = {"__name__": "__main__"}
+    for section in re.split("^## ", text, flags=re.MULTILINE):
+        run_blocks(section, page, namespace)
+
+
+def run_blocks(section: str, page: str, namespace: dict[str, object]) -> None:
+    """Run the blocks of a section, up to one that needs a library that is not installed."""
     blocks = r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$'
-    for language, title, block in re.findall(blocks, text, re.MULTILINE | re.DOTALL):
-        if is_left_out(block):
-            continue
+    for language, title, block in re.findall(blocks, section, re.MULTILINE | re.DOTALL):
+        libraries = [name for name in OTHER_LIBRARIES if name in block]
+        if any(importlib.util.find_spec(name) is None for name in libraries):
+            return
         if title:
             Path(title).write_text(block)
         elif language == "python":
             with warnings.catch_warnings():
-                if any(library in block for library in OTHER_LIBRARIES):
+                if libraries:
                     warnings.simplefilter("ignore")
                 exec(compile(block, page, "exec"), namespace)
         elif language == "console":
             run_console(block)
         else:
-            assert language in ("bibtex", "text"), f"{page}: nothing runs a block of {language!r}"
+            assert language == "bibtex", f"{page}: nothing runs a block of {language!r}"
 
 
 @pytest.mark.parametrize("page", PAGES)
