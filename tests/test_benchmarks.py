@@ -11,7 +11,11 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 IMPORT_ALL = """
 import runpy, sys
 for script in sys.argv[1:]:
-    runpy.run_path(script, run_name="imported")
+    try:
+        runpy.run_path(script, run_name="imported")
+    except ModuleNotFoundError as error:  # some need packages of their own
+        if error.name.startswith("dcls_convert"):
+            raise
 """
 
 
@@ -36,7 +40,7 @@ def test_constructions_that_are_timed_give_the_same_kernels():
 
 
 @pytest.mark.processes
-def test_all_that_scripts_import_is_there(monkeypatch):
+def test_all_that_scripts_import_of_the_package_is_there(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{BENCHMARKS}:{BENCHMARKS.parent}")
     run("-c", IMPORT_ALL, *sorted(BENCHMARKS.glob("*.py")))
 
