@@ -123,13 +123,10 @@ def test_a_killed_run_that_is_started_again_ends_like_an_uninterrupted_one(launc
 def test_a_run_is_not_resumed_as_another(run):
     write_digits(Path("digits"))
     options = [*OPTIONS.split(), "--epochs", "1"]
-<<<<<<< HEAD
     with pytest.raises(SystemExit, match=r"^error: test_convnexx: is neither a folder nor a"):
         run("finetune.py", "test_convnexx", *options)
     with pytest.raises(SystemExit, match=r"^error: --data digits/0: all images are of one class"):
         run("finetune.py", "test_convnext", *options, "--data", "digits/0")
-=======
->>>>>>> dd65d959 (Drop weaker tests of the ground and of the examples)
     run("finetune.py", "test_convnext", *options)  # without DCLS layers
     state = Path("runs/test_convnext/state.pt").read_bytes()
     with pytest.raises(SystemExit, match=r"holds a run with lr 0\.001, not 1\.0; use another"):
