@@ -85,10 +85,13 @@ def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction, replaced_weig
     min_percent = math.ceil(min_share * 10_000) / 100  # rounded up
     min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
     percent = float(share * 100)
-    return (
+    message = (
         f"a budget of {percent:.6g} % leaves no room for even one element per kernel; "
         f"the smallest sufficient budget is {min_text} %"
     )
+    if percent < 1:  # probably meant as a share
+        message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
+    return message
 
 
 def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
