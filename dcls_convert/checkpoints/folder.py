@@ -112,6 +112,18 @@ class Checkpoint:
             )
         return self.stored_plan
 
+    @property
+    def stated_size(self) -> tuple[int, ...] | None:
+        """Size of an image, as `pretrained_cfg` states it, or else the plan; None for other inputs.
+
+        A network may have been trained at another size than that of its plan.
+        """
+        size = self.plan.input_size
+        stated = _stated_images(self.pretrained_cfg)
+        if size is None or stated is None:
+            return size
+        return (size[0], *stated[0].shape[2:])
+
     def source(self, *, trust_code: bool) -> ModelSource:
         """Return the source of the unconverted model, after checking that it may be built.
 

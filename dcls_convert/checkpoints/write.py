@@ -149,8 +149,8 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     classes = plan.model_args.get("num_classes", getattr(model, "num_classes", None))
     if isinstance(classes, int):
         cfg["num_classes"] = classes
-    if plan.input_size is not None:
-        cfg["input_size"] = list(plan.input_size)
+    if plan.input_size is not None:  # the user may have stated another size since
+        cfg["input_size"] = [plan.input_size[0], *cfg.get("input_size", plan.input_size)[1:]]
     return {
         "architecture": TIMM_ARCHITECTURE,
         "model_args": timm_model_args(plan),

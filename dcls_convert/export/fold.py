@@ -52,7 +52,7 @@ def fold_checkpoint(
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
         input_size: Size of the image on which outputs are compared and for which the network is
-            exported; None for the inputs of the plan.
+            exported; None for the size that the folder states, or the inputs of the plan.
         model: The unconverted network, such as "package.module:factory", if the checkpoint does not
             name it. Its code is imported and run.
         force: Replace an earlier output.
@@ -69,7 +69,7 @@ def fold_checkpoint(
     _check_output(export_format, checkpoint.folder, output, force=force)
     _check_packages(format)
     if input_size is None:
-        input_size = checkpoint.plan.input_size
+        input_size = checkpoint.stated_size
     inputs = _check_inputs(checkpoint, input_size)
 
     notify("loading")

@@ -164,7 +164,8 @@ def insert_layers_(
 
     Besides the layers, the model keeps:
     - names that `no_weight_decay` returns (`networks/position_parameters.py`);
-    - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`.
+    - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`;
+    - the plan's input size in `pretrained_cfg`, if there is one.
 
     A folded plan leaves plain convolutions.
 
@@ -185,9 +186,13 @@ def insert_layers_(
         exclude_from_weight_decay_(model)
     # With this, timm's own savers write a config that rebuilds the converted model.
     config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and plan.model is not None:
-        set_pretrained_cfg_(model, {**config, "architecture": TIMM_ARCHITECTURE})
-        vars(model)["_model_args"] = timm_model_args(plan)
+    if isinstance(config, dict):
+        if plan.input_size is not None:
+            config = {**config, "input_size": plan.input_size}
+        if plan.model is not None:
+            config = {**config, "architecture": TIMM_ARCHITECTURE}
+            vars(model)["_model_args"] = timm_model_args(plan)
+        set_pretrained_cfg_(model, config)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

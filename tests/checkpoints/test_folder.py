@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.data import resolve_model_data_config
 from torch import nn
 
 from dcls_convert import convert_, load_converted, predict_report, save_converted
@@ -18,6 +19,7 @@ from dcls_convert.checkpoints.folder import (
 )
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.input import builtin_rules
 
 from ..conftest import TINY
@@ -234,3 +236,15 @@ def test_the_hash_of_tensors_depends_only_on_names_dtypes_shapes_and_bytes(other
     assert tensors_hash((tensors | other).items()) != tensors_hash(tensors.items())
     strided = tensors | {"a": tensors["a"].T.contiguous().T}
     assert tensors_hash([*strided.items()][::-1]) == tensors_hash(tensors.items())
+
+
+def test_the_size_that_a_network_was_trained_at_is_stated_and_exported(tmp_path):
+    model = timm.create_model("test_convnext")
+    plan = convert_(model, dilated_size=9, init="random", input_size=(3, 96, 96)).plan
+    assert resolve_model_data_config(model)["input_size"] == (3, 96, 96)
+    model.pretrained_cfg |= {"input_size": (3, 64, 64)}  # as after a training of one's own
+    folder = save_converted(model, plan, tmp_path / "trained")
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert resolve_model_data_config(loaded)["input_size"] == (3, 64, 64)
+    assert verify(folder).ok
+    assert fold_checkpoint(folder, "pt2", tmp_path / "folded.pt2").input_size == (3, 64, 64)
