@@ -52,6 +52,10 @@ class CheckpointError(DclsConvertError):
     """Weights or a checkpoint folder that cannot be read or written."""
 
 
+class WriteError(CheckpointError):
+    """An output that cannot be written: no space or no permission, for example."""
+
+
 class OutputExistsError(CheckpointError):
     """The output exists already."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, DclsConvertError, OutputExistsError
+from .errors import CheckpointError, DclsConvertError, OutputExistsError, WriteError
 from .text import one_line, shortened
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -55,9 +55,9 @@ def check_output(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> No
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise CheckpointError(f"output {path}: no permission to write in {parent}")
+            raise WriteError(f"output {path}: no permission to write in {parent}")
     except OSError as error:
-        raise CheckpointError(f"output {shortened(path)}: {error.strerror}") from error
+        raise WriteError(f"output {shortened(path)}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
         state = "nothing was left there"
         if os.path.lexists(output):
             state = "the existing one is intact"
-        raise CheckpointError(
+        raise WriteError(
             f"output {shortened(output, 200)} cannot be written: {one_line(error)}; {state}"
         ) from error
 

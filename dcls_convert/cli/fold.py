@@ -103,7 +103,7 @@ def _description(report: "ExportReport") -> str:
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
         return f"a dcls-convert folder, because {report.note}"
-    noun = EXPORT_FORMATS[report.format].noun
+    noun = EXPORT_FORMATS[report.kind].noun
     number = "any number at a time"
     if report.batch is not None:
         number = f"{report.batch} at a time, because the network's code fixes the number"

@@ -85,7 +85,6 @@ def fold_checkpoint(
         outputs=outputs,
         relative_error=error,
         params_before=params_before,
-        format=format,
         output=output,
         force=force,
         notify=notify,
@@ -152,6 +151,11 @@ def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, fo
             raise CheckpointError(f"output {shortened(output)} must end in {export_format.suffix}")
         check_output(output, force=force, reason_to_keep=reason_not_a_file)
         return
+    for name, file_format in EXPORT_FORMATS.items():
+        if file_format.is_file and output.suffix == file_format.suffix:
+            raise CheckpointError(
+                f"output {shortened(output)}: add --format {name}, or write a folder"
+            )
     if output.resolve() == folder.resolve():
         raise CheckpointError(
             f"output {output} is the checkpoint itself, whose positions would be lost"

@@ -17,7 +17,7 @@ from ..networks.running import image_dtype, suppress_output
 from ..progress import Notify
 from ..records import Record
 from ..text import one_line, shortened
-from .formats import FormatName
+from .formats import Kind
 
 COMPARED_IMAGES = 3  # images on which outputs are compared
 FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders sums
@@ -27,10 +27,10 @@ FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders
 class ExportReport(Record):
     """Report of an export: what was written, and how close its outputs are to the checkpoint's."""
 
-    format: FormatName
+    format: int = 1  # of this record
     checkpoint: str
     output: str
-    kind: str  # the format's name; for the format timm, "stock timm" or "dcls"
+    kind: Kind
     relative_error: float  # of the outputs; the larger of the errors of folding and of the format
     loading: str  # lines of Python that load the output
     layers: int
@@ -53,12 +53,11 @@ class FoldedModel:
     outputs: Any  # for `arguments_for` these inputs, computed before folding
     relative_error: float  # of folding
     params_before: int  # before folding
-    format: FormatName
     output: Path
     force: bool
     notify: Notify
 
-    def report(self, kind: str, error: float, loading: str, **fields: Any) -> ExportReport:
+    def report(self, kind: Kind, error: float, loading: str, **fields: Any) -> ExportReport:
         """Return the report of what was written.
 
         Args:
@@ -68,7 +67,6 @@ class FoldedModel:
             fields: Other fields of the report.
         """
         return ExportReport(
-            format=self.format,
             checkpoint=str(self.checkpoint.folder),
             output=str(self.output),
             kind=kind,

@@ -27,6 +27,7 @@ from .folded_model import (
     root_cause,
     run_model,
 )
+from .formats import Kind
 
 ONNX_BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
 # Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
@@ -48,7 +49,7 @@ def write_pt2(folded: FoldedModel) -> ExportReport:
         path.write_bytes(file.getbuffer())
         return torch.export.load(path).module()
 
-    return _write_file(folded, write, FOLDING_BOUND, LOAD_PT2)
+    return _write_file(folded, "pt2", write, FOLDING_BOUND, LOAD_PT2)
 
 
 def write_onnx(folded: FoldedModel) -> ExportReport:
@@ -73,7 +74,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
         )
         return _load_onnx(path)
 
-    return _write_file(folded, write, ONNX_BOUND, LOAD_ONNX)
+    return _write_file(folded, "onnx", write, ONNX_BOUND, LOAD_ONNX)
 
 
 def _load_onnx(path: Path) -> LoadedFile:
@@ -107,6 +108,7 @@ def _output_names(outputs: Any, name: str = "") -> Iterator[str]:
 
 def _write_file(
     folded: FoldedModel,
+    kind: Kind,
     write: Callable[[ExportedProgram, Path], LoadedFile],
     bound: float,
     loading: str,
@@ -115,6 +117,7 @@ def _write_file(
 
     Args:
         folded: The model to write.
+        kind: What is written.
         write: Writes the program to a path, and loads it again.
         bound: Largest allowed relative error of the file's outputs.
         loading: As in `FoldedModel.report`.
@@ -122,7 +125,7 @@ def _write_file(
     Raises:
         DclsConvertError: The export fails, or the outputs differ too much.
     """
-    subject = f"the export to {folded.format}"
+    subject = f"the export to {kind}"
     with new_output(folded.output, force=folded.force, reason_to_keep=reason_not_a_file) as path:
         folded.notify("exporting")
         try:
@@ -139,7 +142,7 @@ def _write_file(
         difference = check_close(
             tensors_in(expected), tensors_in(outputs), bound=bound, what=subject
         )
-        return folded.report(folded.format, difference, loading, batch=batch)
+        return folded.report(kind, difference, loading, batch=batch)
 
 
 def _export(folded: FoldedModel) -> tuple[ExportedProgram, int | None]:

@@ -69,7 +69,7 @@ def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], dic
 
     Raises:
         PlanError: The model is itself a convolution.
-        RuleError: A rule claims no site.
+        RuleError: A rule claims no site, or has a path that no site has.
         NothingMatchesError: No site would be converted.
     """
     for site in convs.sites:
@@ -96,6 +96,9 @@ def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], dic
         if index not in rule_of.values():
             reason = _why_unused(rule, convs)
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {reason}")
+        near = _near_paths(rule.match.paths, convs)
+        if near:  # of several paths, one is misspelt
+            raise RuleError(f"{rules.source}: rule {rules.label(index)!r}{near}")
     return converting, reasons
 
 

