@@ -15,9 +15,7 @@ The measures on the test crops are the share with the same top-1 class, KL(old |
 softmax in nats, and |new - old| / |old| of the logits of all crops. Seconds are processor time.
 
 To measure another checkout, point PYTHONPATH at it, and name its rows with --label. Results go to
-benchmarks/results/pretrained.jsonl; a new call measures the missing rows. Stored rows named healed
-were also trained on the photographs for calibration, with the original as a teacher and Mixup, and
-are not measured again.
+benchmarks/results/pretrained.jsonl; a new call measures the missing rows.
 """
 
 import argparse
@@ -66,12 +64,10 @@ class Row:
     scope: str = "model"
     tie: str = "stage"
     window: int = 9  # cells
-    healed: bool = False
 
     @property
     def name(self) -> str:
         parts = {
-            "healed": self.healed,
             self.start: True,
             str(self.budget): self.start not in YARDSTICKS,
             self.scope: self.scope != "model",
@@ -96,7 +92,6 @@ ROWS = {
         *(Row(start="calibrated", budget=budget, scope="error") for budget in (60, 80, 100)),
         *(Row(start=start, tie="none") for start in ("fit", "calibrated")),
         *(Row(start="calibrated", window=window) for window in (5, 13)),
-        Row(start="fit", budget=60, healed=True),
     )
 }
 
@@ -114,8 +109,7 @@ class Case:
 def all_cases() -> list[Case]:
     cases = []
     for row in ROWS.values():
-        if not row.healed:
-            cases.append(Case(network=LITE0, row=row, images=ALL_WAYS_IMAGES, draw=0))
+        cases.append(Case(network=LITE0, row=row, images=ALL_WAYS_IMAGES, draw=0))
     for network, images, draw in itertools.product(NETWORKS, FEW_IMAGES, DRAWS):
         for row in ROWS.values():
             if row.scope == "error":
@@ -295,7 +289,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def line(members: Sequence[dict[str, Any]]) -> list[str]:
     first = members[0]
     counts = {count for row in members for count in row["kernel_counts"]}
-    seconds = statistics.fmean(row["seconds"] + row.get("healing_seconds", 0) for row in members)
+    seconds = statistics.fmean(row["seconds"] for row in members)
     return [
         first["network"],
         str(first["images"]),

@@ -67,8 +67,6 @@ def apply_plan_(
     output_errors: dict[str, float] = {}
     kernel_errors: dict[str, float] = {}
     if init == "random":
-        # Without this number, random starts of a seed would not be those of earlier versions.
-        torch.randint(2**62, (), generator=generator, device="cpu")
         start_randomly_(model, groups, positions, generator)
     else:
         _check_float64(groups)

@@ -24,7 +24,7 @@ class LayerPlan(OldConv):
     interpolation: str
     kernel_count: int
     # True if a rule or an option states the count; False if the budget decides it.
-    count_is_stated: bool = False
+    count_is_stated: bool
     tie_group: str | None  # None if its positions are its own
     rule: str  # label of the rule that claimed it
 

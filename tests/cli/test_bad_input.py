@@ -217,8 +217,8 @@ def test_what_a_message_advises_works(user_input, says):
 
 def test_a_model_in_which_nothing_matches():
     says = re.compile("it has 4 depthwise 7x7, .*; rules 'depthwise' would match 4")
-    refused(NET, "--rules", "dense3x3", says=says, code=NOTHING_MATCHES)
-    refused("rules", "check", "dense3x3", "--model", NET, says=says, code=NOTHING_MATCHES)
+    refused(NET, "--rules", "conv3x3", says=says, code=NOTHING_MATCHES)
+    refused("rules", "check", "conv3x3", "--model", NET, says=says, code=NOTHING_MATCHES)
     Path("mymodel.py").write_text(
         "from torch import nn\ndef build(): return nn.ConvTranspose2d(3, 8, 3)"
     )
