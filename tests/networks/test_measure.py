@@ -260,3 +260,8 @@ def test_a_pre_hook_is_other_code():
     model.conv.register_forward_pre_hook(clamp_weight)
     (skip,) = find_convs(model, IMAGE).skipped
     assert skip.reason == "other code changes its weight"
+
+
+def test_outputs_of_the_last_place_alone_show_no_side():
+    convs = find_convs(User(lambda conv, x: conv(x)[..., -1]), IMAGE)
+    assert convs.not_measured is None
