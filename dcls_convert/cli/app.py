@@ -123,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         arguments = sys.argv[1:]
     arguments = list(arguments)
-    if arguments in ([], ["rules"]):
+    nothing_asked = arguments in ([], ["rules"])  # as with a variable that is empty
+    if nothing_asked:
         arguments.append("--help")
     _install_signal_handlers()
     console.set_up()
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             arguments, prog_name="dcls-convert", standalone_mode=False, obj=arguments
         )
         # It is None, or the code of a typer.Exit; typer makes one of a KeyboardInterrupt.
-        code = code or 0
+        code = code or (EXIT_MISTAKE if nothing_asked else 0)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except Exception as error:

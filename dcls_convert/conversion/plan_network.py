@@ -94,6 +94,8 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
             f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
         )
     plan = replace(plan, folded=False)  # the plan of a folded checkpoint makes DCLS layers again
+    if plan.source is None and found is not None:  # of a network in memory; now the user names it
+        plan = replace(plan, model=found.name, model_args=found.args)
     _check_weights(loaded, plan)
     _log(loaded.request, plan)
     return plan

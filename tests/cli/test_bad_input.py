@@ -99,7 +99,7 @@ def test_a_wrong_command_line_is_refused(user_input, says):
 
 @pytest.mark.parametrize("user_input", [[], ["rules"]], ids=["dcls-convert", "dcls-convert rules"])
 def test_nothing_at_all_shows_the_help(user_input):
-    out, err = run(*user_input)
+    out, err = run(*user_input, code=2)
     assert err == ""
     assert "Usage: " in out
 

@@ -28,6 +28,7 @@ from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.placing.place import place_layers_without_values_
 from dcls_convert.planning.plan_options import PlanOptions
 
+from ..command_line import NET, net
 from ..conftest import TINY
 from ..image_folder import write_images
 from ..model_state import state_of
@@ -172,6 +173,12 @@ def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
     for model in (larger, nn.Sequential(nn.Conv2d(3, 4, 3)), tiny):
         with pytest.raises(PlanError, match="the plan is for"):
             adopted(model, plan)
+
+
+def test_a_plan_from_memory_gets_the_factory_that_the_user_names():
+    plan = convert_(net(), dilated_size=9, init="random").plan
+    adopted = check_stored_plan(load(ConversionRequest(model=NET)), plan)
+    assert adopted == replace(plan, model=NET)
 
 
 # --- Requests, and what is loaded for them
