@@ -1,43 +1,24 @@
-"""The input sizes to assume for models that state none."""
+"""The input sizes of torchvision's models, which do not state them."""
 
 from typing import Any
 
 from torch import nn
 
-from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs, InputTensor, image_inputs
-from .source import OTHER_TIMM_KINDS, ModelSource, import_library
+from .source import ModelSource, import_library
 
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames per clip of torchvision's video models
 
 
 def assumed_inputs(source: ModelSource, model: nn.Module) -> Inputs | None:
-    """Return the inputs to assume for a model that states none itself.
+    """Return the inputs of a model of torchvision; None for any other.
 
-    Return None for timm models, which state theirs, and for the user's own models that are 1-D or
-    3-D, which have no usual size.
+    timm's models state theirs. For a network of the user's own, the user states them.
     """
-    is_timm = source.kind == "timm" or source.kind in OTHER_TIMM_KINDS
-    if is_timm or getattr(model, "pretrained_cfg", None):
-        return None
     if source.kind == "torchvision":
         return _torchvision_inputs(source.name.partition(":")[2], model)
-    usual_channels, *sides = USUAL_INPUT_SIZE
-    channels: list[int] = []  # input channels of each convolution
-    max_dims = 0
-    for module in model.modules():
-        # A lazy convolution has no channels yet.
-        if isinstance(module, AnyConv) and module.in_channels:
-            channels.append(module.in_channels)
-            max_dims = max(max_dims, len(module.kernel_size))
-    if not channels:
-        return image_inputs(USUAL_INPUT_SIZE)
-    if max_dims != len(sides):
-        return None
-    if usual_channels in channels:
-        return image_inputs(USUAL_INPUT_SIZE)
-    return image_inputs((channels[0], *sides))
+    return None
 
 
 def _torchvision_inputs(name: str, model: nn.Module) -> Inputs:

@@ -193,7 +193,7 @@ def _measure(
         return Measured({}, {})
     gap = None
     if inputs is None:
-        gap = f"no input size is known; state one ({OTHER_INPUTS})"
+        gap = f"no input size is known; give input_size ({OTHER_INPUTS})"
     elif not has_values:
         gap = "it has parameters without values, on the meta device or lazy"
     else:
@@ -234,7 +234,7 @@ def _try_trace(
     A library's network runs on meta, if it can; any other one with its values, if it has some.
     """
     if inputs is None:
-        return None, f"no input size is known; state one ({OTHER_INPUTS}){NOT_COMPARED}"
+        return None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
     if any(is_lazy(parameter) for parameter in model.parameters()):
         return None, "the model has lazy layers; run it once"
     is_too_large = pixel_count(inputs) > MAX_PIXELS

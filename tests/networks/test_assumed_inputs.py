@@ -1,7 +1,6 @@
 """The input sizes that are assumed for models that state none."""
 
 import pytest
-from torch import nn
 
 from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
@@ -27,18 +26,3 @@ def test_optical_flow_is_from_one_image_to_the_next():
     source = ModelSource(name="torchvision:raft_small")
     inputs = assumed_inputs(source, build_model(source, device="meta"))
     assert inputs == image_inputs((3, 224, 224)) * 2
-
-
-@pytest.mark.parametrize(
-    ("convs", "size"),
-    [
-        ([nn.Conv2d(4, 8, 3), nn.Conv2d(3, 4, 3)], (3, 224, 224)),  # the stem is registered last
-        ([nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)], (1, 224, 224)),
-        ([nn.LazyConv2d(4, 3)], (3, 224, 224)),
-        ([nn.Conv3d(1, 4, 3), nn.Conv2d(4, 4, 3)], None),
-    ],
-    ids=str,
-)
-def test_the_assumed_size_of_a_users_model_fits_its_convolutions(convs, size):
-    inputs = None if size is None else image_inputs(size)
-    assert assumed_inputs(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == inputs
