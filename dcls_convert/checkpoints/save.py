@@ -133,6 +133,11 @@ def _as_it_is(
 
 def _note_of_own_network(model: nn.Module) -> str | None:
     """Return what to say of a network that no library builds; None if it is the user's own."""
+    if type(model).__module__.startswith("timm.models."):
+        return (
+            "the model is saved as your own, because a folder cannot hold what built it, such as "
+            "a class or a function as an argument: load it with load_converted(folder, model=...)"
+        )
     if not type(model).__module__.startswith("torchvision.models."):
         return None
     return (

@@ -4,6 +4,7 @@ An edit is found by loading what was saved: most leave no trace in names and sha
 """
 
 import copy
+import functools
 import json
 from dataclasses import replace
 
@@ -81,6 +82,13 @@ def test_a_model_edited_after_its_conversion_is_saved_as_its_users_own(tmp_path,
     assert torch.equal(outputs(load_converted(folder, model=unconverted)), outputs(model))
     report = (folder / "report.json").read_text()
     assert f'"after": {sum(p.numel() for p in model.parameters())}' in report
+
+
+def test_an_argument_that_a_folder_cannot_hold_is_said(tmp_path):
+    model = timm.create_model(NAME, norm_layer=functools.partial(nn.BatchNorm2d, eps=1e-2))
+    plan = convert_(model, dilated_size=7, init="random").plan
+    with pytest.warns(UserWarning, match="cannot hold what built it, such as a class"):
+        save_converted(model, plan, tmp_path / "out")
 
 
 def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path):
