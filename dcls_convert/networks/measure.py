@@ -35,6 +35,7 @@ from .running import (
 from .sides import (
     PLACES,
     Reaches,
+    ReachKey,
     by_image,
     have_new_side,
     one_way,
@@ -113,7 +114,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         without_small_parameters(model),
         restored_values(model) as restore,
     ):
-        network = _Network(model, convs, inputs, restore)
+        network = _Measurement(model, convs, inputs, restore)
         reasons = network.find_users()
         try:
             axes = network.find_one_sided([name for name in convs if name not in reasons])
@@ -122,7 +123,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     return Measured(reasons, axes)
 
 
-class _Network:
+class _Measurement:
     """A network that is measured, and what it returned at first."""
 
     def __init__(
@@ -187,7 +188,7 @@ class _Network:
         reasons: dict[str, str] = {}
 
         def change(some: Sequence[str]) -> bool:
-            reason = self._change(some)
+            reason = self._what_changes(some)
             if reason is not None:
                 reasons.update(dict.fromkeys(some, reason))
             return reason is not None
@@ -200,7 +201,7 @@ class _Network:
             raise CannotMeasureError("its outputs differ from run to run")
         return not_called | {name: reasons[name] for name in _culprits(names, change)}
 
-    def _change(self, names: Sequence[str]) -> str | None:
+    def _what_changes(self, names: Sequence[str]) -> str | None:
         """Return what is not as before with stand-ins for some convolutions; None if all is."""
         try:
             stand_ins = [StandIn(self.convs[name]) for name in names]
@@ -275,8 +276,8 @@ class _Network:
                     if any(one.shape != output.shape for one in new) or len(new) < len(after):
                         continue  # as many boxes as it finds
                     old = torch.cat([output] * len(new))
-                    for key, reach in reaches_of(old, torch.cat(new), sides, cells).items():
-                        found[index, axes, number, *key] = reach
+                    for pair, reach in reaches_of(old, torch.cat(new), sides, cells).items():
+                        found[ReachKey(index, axes, number, pair)] = reach
         return found
 
 

@@ -5,17 +5,23 @@ that is not centred on purpose shows in this way, however its maps were shifted.
 
 Axes are compared as they are ordered: an output of the same axes as an input, in the same order,
 may have other sizes, as after strides and crops.
+
+For example, a kernel of 3 cells whose output is shifted by one: if cell 5 of the input changes,
+cells 5 to 7 of the output do. So the output looks 2 cells back and 0 ahead.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 MIN_CELLS = 4  # along an axis; with fewer, sides mean nothing
 PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
+# A kernel that is centred but for its border looks nearly as far ahead as back. One-sided outputs
+# look at least this many times as far to their side.
+ONE_SIDED_RATIO = 2
 
 
 def spatial_axes(tensor: Tensor) -> list[tuple[int, ...]]:
@@ -106,7 +112,9 @@ class Reach:
     @property
     def looks_back(self) -> bool:
         """True if it looks back, and no further ahead than an output cell reaches."""
-        return self._ends(self.ahead) and self.back.least >= 2 * max(self.ahead.most, 0) + 1
+        return self._ends(self.ahead) and self.back.least > ONE_SIDED_RATIO * max(
+            self.ahead.most, 0
+        )
 
     @property
     def looks_ahead(self) -> bool:
@@ -114,7 +122,10 @@ class Reach:
 
         An even kernel that is padded as torch's "same" looks one cell further ahead.
         """
-        return self._ends(self.back) and self.ahead.least >= 2 * max(self.back.most, 0) + 2
+        return (
+            self._ends(self.back)
+            and self.ahead.least > ONE_SIDED_RATIO * max(self.back.most, 0) + 1
+        )
 
     def _ends(self, side: HalfReach) -> bool:
         """True if a side is seen to end in the output's cell, and there for each changed cell."""
@@ -127,8 +138,24 @@ class Reach:
         return self.looks_ahead and new.back.most > max(self.back.most, 0)
 
 
-# By input, output, an axis of either, and the number of input cells that one of the output is.
-Reaches = dict[tuple[object, ...], Reach]
+class AxisPair(NamedTuple):
+    """An axis of an input, and the axis of an output that is compared with it."""
+
+    axis: int  # of the spatial axes of the input
+    own: int  # of the output's axes without that of images
+    step: float  # cells of the input that one of the output is
+
+
+class ReachKey(NamedTuple):
+    """What a reach is measured between."""
+
+    input: int
+    axes: tuple[int, ...]  # of the input, on which it may have an order
+    output: int
+    pair: AxisPair
+
+
+Reaches = dict[ReachKey, Reach]
 
 
 def have_new_side(old: Reaches, new: Reaches) -> bool:
@@ -143,7 +170,7 @@ def one_way(reaches: Reaches) -> Reaches:
 
 def reaches_of(
     before: Tensor, after: Tensor, sides: Sequence[int], cells: Sequence[Sequence[int]]
-) -> Reaches:
+) -> dict[AxisPair, Reach]:
     """Return how far an output looks, by the output's values for two inputs.
 
     Args:
@@ -155,7 +182,7 @@ def reaches_of(
     change = torch.where(are_finite, (after.double() - before.double()).abs(), 0)
     rounding = min(1e-6, 10 * torch.finfo(before.dtype).eps)  # as of Fourier transforms
     changed = (change > rounding * change.max()) | (before.isfinite() != after.isfinite())
-    found: Reaches = {}
+    found: dict[AxisPair, Reach] = {}
     for layout in _layouts(changed.dim() - 1, len(sides)):
         for axis, own in layout.items():
             size = changed.shape[1 + own]
@@ -170,7 +197,8 @@ def reaches_of(
                     lines.append(line)
             if len(lines) > 1:
                 for step in _steps(sides[axis] / size):
-                    found[axis, own, step] = _reach(places, lines, sides[axis], size, step)
+                    pair = AxisPair(axis, own, step)
+                    found[pair] = _reach(places, lines, sides[axis], size, step)
     return found
 
 
