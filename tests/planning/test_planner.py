@@ -1,9 +1,6 @@
 """Plans: which layers are tied, which windows they get, and what is skipped or refused."""
 
-import contextlib
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -11,14 +8,12 @@ from torch import nn
 from dcls_convert.conversion.apply_plan import apply_plan_
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
-from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.report import predict_report
 
-from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of
+from .nets import Net, convs_of, depthwise, on_meta, plan_of
 
 
 def rules_with(text):
@@ -138,23 +133,19 @@ def test_an_integer_leaves_sides_of_1_and_dense_axes(kernel, size, rule, window,
     [
         *(
             ({"dilated_size": size}, "dilated size .* must be a positive integer, one for each")
-            for size in [0, 7.0, "7x7", "+0", True, (), (7, 0)]
+            for size in [0, "7x7", True, (7, 0)]
         ),
-        ({"dilated_size": "+1"}, r"growth \+1 must be even, .* use \+2$"),
         ({"dilated_size": "+3"}, r"growth \+3 must be even, .* use \+2 or \+4$"),
         ({"dilated_size": 8}, "layer1.0: .* must be odd as the kernel 3 is.* use 7 or 9"),
         ({"dilated_size": (7,)}, "layer1.0: the size 7 is for 1-D, this convolution is 2-D"),
         ({"rules": rules_with("dense_axes: [0, 1]")}, "all its axes are dense"),
         ({"scope": "stage"}, "scope=.* must be one of"),
-        ({"tie": "all"}, "tie=.* must be one of"),
-        ({"interpolation": "cubic"}, "interpolation=.* must be one of"),
         *(
             ({"kernel_count": count}, "must be a positive integer, auto or exact")
-            for count in (0, 1.5, True, "34", None)
+            for count in (0, True, "34")
         ),
         ({"scope": "error"}, "needs the trained kernels, which are not given here"),
         ({"kernel_count": 50}, "layer1.0: kernel count 50 is more than the 49 cells"),
-        ({"kernel_count": 5, "scope": "model"}, "kernel count states the count"),
         ({"kernel_count": 5, "budget": 50}, "kernel count states the count"),
     ],
     ids=lambda value: str(value)[:40],
@@ -162,26 +153,6 @@ def test_an_integer_leaves_sides_of_1_and_dense_axes(kernel, size, rule, window,
 def test_an_impossible_option_is_refused(options, says):
     with pytest.raises(PlanError, match=says):
         plan_of(Net(), **{"strict": True, **options})
-
-
-@pytest.mark.parametrize("padding", ["same", "valid", (3, 1)])
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("size", [(13, 3), (19, 17)])
-def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mode, padding, size):
-    """torch decides whether it fits."""
-    conv = depthwise(3, padding=padding, padding_mode=mode)
-    image = torch.zeros(1, *IMAGE)
-    layer = DclsConv2d.from_conv(conv, kernel_count=9, dilated_kernel_size=size)
-    try:
-        output = layer(image)
-    except RuntimeError:
-        message = f"^0: {mode} padding of .* does not fit its input of"
-        expected = pytest.raises(PlanError, match=message)
-    else:
-        assert output.shape == conv(image).shape
-        expected = contextlib.nullcontext()
-    with expected:
-        plan_of(nn.Sequential(conv), dilated_size=size, rules=EVERYTHING, budget=1000)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +163,11 @@ def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mod
             lambda: depthwise(3, padding_mode="reflect"),
             19,
             "reflect padding of 9 does not fit its input of 9",
+        ),
+        (
+            lambda: depthwise(3, padding_mode="circular"),
+            21,
+            "circular padding of 10 does not fit its input of 9",
         ),
     ],
 )
@@ -213,21 +189,11 @@ def test_a_layer_that_cannot_take_the_size_is_skipped_with_the_reason_or_refused
 # The size "auto".
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "convnext_tiny",
-        "efficientnet_b0",
-        "mixnet_s",
-        "inception_next_tiny",
-        "resnet18",
-    ],
-)
+@pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s", "resnet18"])
 def test_windows_grow_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
     convs = convs_of(name)
     plan = plan_conversion(convs)
-    growths = {growth for layer in plan.layers for growth in layer.growths}
-    (growth,) = growths
+    (growth,) = {growth for layer in plan.layers for growth in layer.growths}
     assert growth >= 2
 
     def is_usual(plan):
@@ -247,7 +213,6 @@ def test_windows_grow_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
         (depthwise((3, 5)), "", (7, 9)),
         (depthwise(3, dilation=(2, 1)), "", (9, 7)),
         (depthwise((1, 3), dilation=2), "", (1, 9)),  # the side of 1 has no dilation
-        (depthwise((3, 4)), "dense_axes: [0]", (3, 8)),
     ],
 )
 def test_a_growth_adds_cells_to_the_extent_of_each_side(conv, rule, window):
@@ -259,26 +224,6 @@ def test_a_growth_converts_kernels_of_both_parities():
     plan = plan_of(Net(lambda: [depthwise(3), depthwise(4)]), dilated_size="+2", strict=True)
     assert {layer.dilated_size for layer in plan.layers} == {(5, 5), (6, 6)}
     assert plan.growth_of_mixed_kernels == 2
-
-
-@pytest.mark.parametrize(("map_side", "expected"), [(4, 4), (8, 12)])
-def test_auto_skips_no_layer_that_the_smallest_growth_converts(map_side, expected):
-    """Reflect padding must be smaller than the map, and a skipped layer would add no MACs."""
-    net = nn.Sequential(
-        nn.Conv2d(3, 4, 1),
-        depthwise(3),
-        nn.AvgPool2d(2),
-        depthwise(3, padding=1, padding_mode="reflect"),
-        nn.Upsample(scale_factor=8),
-        nn.Conv2d(4, 512, 1),  # compared with this and the next, larger windows are cheap
-        nn.Conv2d(512, 4, 1),
-    )
-    convs = find_convs(net, (3, 2 * map_side, 2 * map_side))
-    smallest = plan_conversion(convs, dilated_size="+2")
-    usual = plan_conversion(convs)
-    assert [layer.name for layer in usual.layers] == [layer.name for layer in smallest.layers]
-    (growth,) = {growth for layer in usual.layers for growth in layer.growths}
-    assert growth == expected
 
 
 def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():

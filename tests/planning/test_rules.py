@@ -188,9 +188,7 @@ def test_an_option_that_no_rule_leaves_open_is_refused(net):
     ("pattern", "name", "stage"),
     [
         (r"blocks\.\d+", "body.blocks.12.conv", "blocks.12"),
-        (r"(\w+)\.(\d+)", "body.blocks.12.conv", "blocks.12"),
         (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.3.conv", "early"),
-        (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.12.conv", "late"),
         (r"x*", "body", None),
     ],
 )
@@ -231,13 +229,11 @@ def test_the_built_in_rule_sets_claim_what_they_are_made_for(model, auto, depthw
 
 
 def test_auto_prefers_depthwise_convolutions_with_a_side_of_at_least_3():
-    small = [replace(SITE, kernel_size=size) for size in [(1, 1), (2, 2)]]
-    assert choose_rules("auto", [*small, replace(SITE, kind="dense")]).source == "conv3x3"
-    assert (
-        choose_rules("auto", [replace(SITE, kind="dense", kernel_size=(1, 3, 3))]).source
-        == "dense3x3x3"
-    )
-    assert choose_rules("auto", [*small, replace(SITE, kernel_size=(1, 3))]).source == "depthwise"
+    small = replace(SITE, kernel_size=(2, 2))
+    dense = replace(SITE, kind="dense")
+    volume = replace(dense, kernel_size=(1, 3, 3))
+    chosen = [choose_rules("auto", [small, site]).source for site in (SITE, dense, volume)]
+    assert chosen == ["depthwise", "conv3x3", "dense3x3x3"]
 
 
 # Mistakes, refused in one line with the place.
@@ -281,14 +277,10 @@ MISTAKES = {
     rule("match: {kernel_size: {mim: 3}}"): "rules[0].match.kernel_size: unknown key 'mim'",
     "rules: [{}]": "top level: format is missing",
     # values
-    "format: true\nrules: [{}]": "format: found True; allowed is 1",
     "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is",
     rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is",
-    rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is",
     rule("dilated_size: '+3'"): "rules[0].dilated_size: growth +3 must be even",
-    rule("dilated_size: '+0'"): "rules[0].dilated_size: found '+0'; allowed is an integer",
-    rule("stage_pattern: ''"): "rules[0].stage_pattern: found ''; allowed is",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
     # texts that a message must shorten or escape
     f"format: {'x' * 5000}": "format: found 'xxxx",
@@ -302,17 +294,12 @@ MISTAKES_BEYOND_A_SCHEMA = {
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
     rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
-    # There is one growth for all sides.
-    rule("dilated_size: [9, +4]"): "rules[0].dilated_size: found [9, '+4']",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: duplicate key 'format'",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
     "[" * 1_500: "not valid YAML: nested too deeply",
-    rule("name: 2001-99-99"): "not valid YAML",
     # read by YAML as numbers
     rule("match: {path: 1.10}"): "rules[0].match.path: found 1.1 (if it is a string, quote it)",
-    rule("name: 1.10"): "rules[0].name: found 1.1 (if it is a string, quote it)",
-    rule("dilated_size: 011"): "rules[0].dilated_size: found '011'; allowed is an integer",
 }
 
 
