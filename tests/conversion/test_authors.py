@@ -12,11 +12,9 @@ import DCLS.construct.modules as authors
 import pytest
 import timm
 import torch
-from timm.layers import StdConv2d
 from torch import nn
 
 import dcls_convert
-from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rule_files import parse_rules
@@ -91,17 +89,21 @@ def convert_from_theirs_(model, state, **options):
 def original_state_dict(model):
     """Return the state dict with the names of the original ConvNeXt code."""
 
-    def original_name(name):
-        name = (
-            name.replace("stem.", "downsample_layers.0.")
-            .replace("head.norm.", "norm.")
-            .replace("head.fc.", "head.")
-        )
-        name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
-        name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
-        return name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
-
-    return {original_name(name): tensor for name, tensor in model.state_dict().items()}
+    names = {
+        r"^stem\.": "downsample_layers.0.",
+        r"^head\.norm\.": "norm.",
+        r"^head\.fc\.": "head.",
+        r"stages\.(\d)\.downsample\.": r"downsample_layers.\1.",
+        r"stages\.(\d)\.blocks\.": r"stages.\1.",
+        "conv_dw": "dwconv",
+        r"mlp\.fc": "pwconv",
+    }
+    state = {}
+    for name, tensor in model.state_dict().items():
+        for pattern, original in names.items():
+            name = re.sub(pattern, original, name)
+        state[name] = tensor
+    return state
 
 
 def outputs(model):
@@ -111,10 +113,7 @@ def outputs(model):
 
 
 def assert_outputs_close(ours, expected):
-    """Check outputs, to a tolerance relative to the largest one.
-
-    Also check that outputs vary, since the last layer's bias alone would be close.
-    """
+    """Check outputs, and that they vary: the last layer's bias alone would be close."""
     assert expected.std(0).max() > expected.abs().max() / 100
     torch.testing.assert_close(
         ours, expected, rtol=0, atol=FLOAT32_TOLERANCE * expected.abs().max().item()
@@ -184,9 +183,7 @@ def test_layers_give_the_outputs_of_the_authors_layers(dims, version, size, grou
         torch.testing.assert_close(ours.train()(x), theirs(x), rtol=0, atol=FLOAT64_ATOL)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
 def test_values_of_v0_stay_exactly_the_same_and_positions_may_have_any_dtype(dtype):
     model = convnext()
     state = authors_convnext().state_dict()
@@ -223,17 +220,6 @@ def test_a_network_gives_the_authors_outputs_through_the_command_line():
 # Options.
 
 
-def test_a_new_head_keeps_its_initial_values_and_a_note_says_so():
-    state = authors_convnext().state_dict()
-    torch.save(state, "theirs.pth")
-    words = f"{TINY} --checkpoint theirs.pth --dilated-size 17 --num-classes 5 --output out"
-    _, err = run(*words.split(), *SMALL_INPUT)
-    assert "note: no weights fit the classifier, which starts from random values: head.fc" in err
-    ours = dcls_convert.load_converted("out")
-    assert outputs(ours).shape == (2, 5)
-    assert torch.equal(ours.get_submodule(THIRD).weight, state[f"{THIRD}.weight"])
-
-
 def test_untied_layers_may_have_positions_of_their_own_and_larger_windows():
     theirs = copy.deepcopy(authors_convnext())
     layer = theirs.get_submodule(SECOND)
@@ -245,29 +231,12 @@ def test_untied_layers_may_have_positions_of_their_own_and_larger_windows():
     assert not any(layer.is_tied for layer in model.modules() if isinstance(layer, DclsConvNd))
 
 
-def with_fewer_elements(state, layer, count):
-    """Keep `count` elements per kernel of a layer."""
-    entries = {name: state[name][..., :count] for name in (f"{layer}.weight", f"{layer}.P")}
-    return state | entries
-
-
-def test_elements_that_a_stored_plan_needs_and_the_file_lacks_are_named():
-    planned = ("--dilated-size", 17, "--kernel-count", COUNT, "--output", "planned", "--quiet")
-    run(TINY, *planned, *SMALL_INPUT)
-    state = authors_convnext().state_dict()
-    del state[f"{SECOND}.P"]
-    torch.save(state, "theirs.pth")
-    _, err = run(TINY, "--plan", "planned", "--checkpoint", "theirs.pth", "--dry-run", code=2)
-    assert f"theirs.pth: has no elements for {SECOND}, which would be converted" in err
-
-
 def test_layers_may_have_different_counts_and_then_have_positions_of_their_own():
-    """Also, a mapping may hold parameters."""
     model = convnext()
-    state = with_fewer_elements(authors_convnext().state_dict(), SECOND, 3)
-    report = convert_from_theirs_(
-        model, {name: nn.Parameter(tensor) for name, tensor in state.items()}
-    )
+    state = authors_convnext().state_dict()
+    for name in (f"{SECOND}.weight", f"{SECOND}.P"):
+        state[name] = state[name][..., :3]
+    report = convert_from_theirs_(model, state)
     assert [row.kernel_count for row in report.layers] == [5, 3, *[5] * 7]
     assert [row.tie_group for row in report.layers[1:3]] == [None, None]
     assert torch.equal(model.get_submodule(SECOND).weight, state[f"{SECOND}.weight"])
@@ -284,30 +253,11 @@ def changed(name, change):
     return lambda state: state | {name: change(state[name])}
 
 
-def moved(distance):
-    """Put one element of the first layer this far from the centre, along the second axis."""
-
-    def move(positions):
-        positions = positions.clone()
-        positions[1, 0, 0, 0] = distance
-        return positions
-
-    return changed(f"{FIRST}.P", move)
-
-
 SEVEN_ELEMENTS = "format: 1\nrules:\n- match: {kind: depthwise}\n  kernel_count: 7\n"
 GAUSSIAN = {"interpolation": "gaussian"}
 # Version, change of the state dict, further options, and words of the message.
 REFUSED = {
     "no P": ("v0", without(f"{FIRST}.P"), {}, f"has no elements for {FIRST}"),
-    "P for a layer that is no convolution": (
-        "v0",
-        lambda state: (
-            state | {"head.fc.P": torch.zeros(2, 3, 1, 5), "head.fc.weight": torch.zeros(3, 1, 5)}
-        ),
-        {},
-        "has elements for head.fc, which would not be converted: the model has no such convolution",
-    ),
     "no layers of theirs": ("v0", lambda _: convnext().state_dict(), {}, "has no layers of the"),
     "different positions in a stage": (
         "v0",
@@ -316,15 +266,9 @@ REFUSED = {
         "differ, so the layers of stages.1 cannot share them; use tie 'none'",
     ),
     "no gamma": ("v0", without("stages.0.blocks.0.gamma"), {}, "missing: stages.0.blocks.0.gamma"),
-    "P not finite": (
-        "v0",
-        changed(f"{SECOND}.P", lambda positions: positions * float("nan")),
-        {},
-        f"{SECOND}.P has 320 of 320 values that are NaN",
-    ),
     "outside of a rectangular window": (
         "v0",
-        moved(7.5),
+        changed(f"{FIRST}.P", lambda positions: torch.full_like(positions, 7.5)),
         {"dilated_size": (21, 11)},
         "outside of its window 21x11; use the window of its training, which has at least 17 cells",
     ),
@@ -337,12 +281,6 @@ REFUSED = {
     ),
     "no interpolation stated": ("gauss", dict, {}, "which the file does not say; state the"),
     "a version without sigma": ("gauss", dict, {**GAUSSIAN, "version": "v0"}, "version v0 is for"),
-    "sigma not shared": (
-        "gauss",
-        changed(f"{THIRD}.SIG", lambda sigma: sigma + 1),
-        GAUSSIAN,
-        "use tie 'none'",
-    ),
 }
 
 
@@ -355,21 +293,3 @@ def test_a_state_dict_that_does_not_fit_is_one_line_and_leaves_the_model_unchang
         convert_from_theirs_(model, change(authors_convnext(version).state_dict()), **options)
     assert words in str(caught.value)
     assert state_of(model) == before
-
-
-def test_a_budget_is_refused_beside_their_elements():
-    torch.save(authors_convnext().state_dict(), "theirs.pth")
-    words = f"{TINY} --checkpoint theirs.pth --dilated-size 17 --budget 60"
-    _, err = run(*words.split(), code=2)
-    assert f"elements of its own, {COUNT} in a kernel; omit budget" in err
-
-
-def test_a_layer_that_would_transform_the_elements_is_refused():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), StdConv2d(4, 4, 3))
-    state = model.state_dict() | {"1.weight": torch.ones(4, 4, 2), "1.P": torch.zeros(2, 4, 4, 2)}
-    kernel = model[1].weight
-    with pytest.raises(
-        CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"
-    ):
-        convert_from_theirs_(model, state, dilated_size=7)
-    assert model[1].weight is kernel

@@ -82,16 +82,3 @@ def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_ex
     assert report.to_dict()["layers_beyond_map"] == report.layers_beyond_map
     mentioned = "meet only padding" in report_markdown(report)
     assert mentioned == bool(report.layers_beyond_map)
-
-
-def test_the_smallest_map_limits_positions_that_layers_share():
-    model = nn.Sequential()
-    model.stem = nn.Conv2d(4, 4, 1)
-    model.layer1 = nn.Sequential(
-        nn.Conv2d(4, 4, 3, padding=1, groups=4),
-        nn.MaxPool2d(4),
-        nn.Conv2d(4, 4, 3, padding=1, groups=4),
-    )
-    converted(model, 9, (4, 8, 8), positions="uniform")
-    assert model.layer1[0].positions is model.layer1[2].positions
-    assert model.layer1[0].positions.abs().max() <= 1  # the second map has 2 cells a side

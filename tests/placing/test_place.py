@@ -54,15 +54,6 @@ def test_all_names_of_a_shared_convolution_must_be_the_same_object():
     assert_refused(Shared(shared=False), plan_of(Shared()), PlanError)
 
 
-def test_apply_plan_removes_its_layers_if_it_fails(monkeypatch):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("dcls_convert.placing.place.exclude_from_weight_decay_", fail)
-    model = Net()
-    assert_refused(model, plan_of(model), KeyboardInterrupt, init="random")
-
-
 @pytest.mark.parametrize(
     ("function", "model"),
     [
