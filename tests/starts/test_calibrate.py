@@ -8,39 +8,13 @@ import torch
 from timm.layers import StdConv2d
 from torch import nn
 
-from dcls_convert import (
-    DclsConvertError,
-    convert_,
-)
+from dcls_convert import DclsConvertError, convert_
 from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.starts import calibrate as calibrate_module
-from dcls_convert.starts import fit
 from dcls_convert.starts.images import Calibration
 
 from ..model_state import state_of
 from .networks import INPUT_SIZE, network, output_error, smooth_noise
-
-
-class InInferenceMode(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, input):
-        with torch.inference_mode():
-            return self.module(input)
-
-
-@pytest.mark.filterwarnings("ignore:what the network does .* in training mode was not measured")
-def test_modes_that_a_module_enters_do_not_matter():
-    states = []
-    for wrapped in (False, True):
-        model = network()
-        if wrapped:
-            model[1][1] = InInferenceMode(model[1][1])
-        convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=INPUT_SIZE)
-        states.append(tensors_hash(enumerate(model.state_dict().values())))
-    assert states[0] == states[1]
 
 
 def test_images_of_several_sizes_bring_outputs_of_each_size_closer():
@@ -57,28 +31,6 @@ def test_images_of_several_sizes_bring_outputs_of_each_size_closer():
         assert output_error(calibrated, before, unseen) < 0.7 * fit_error
 
 
-class TwoViews(nn.Module):
-    """Runs a network on two views of each image."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = network()
-
-    def forward(self, images):
-        return self.body(torch.stack([images, images.flip(3)]).flatten(0, 1))
-
-
-def test_it_does_not_matter_how_a_network_hands_images_to_its_layers():
-    options = {"dilated_size": 9, "input_size": INPUT_SIZE}
-    images = smooth_noise()
-    two_views = TwoViews().double()
-    convert_(two_views, calibration=Calibration(batches=(images,)), **options)
-    body = network().double()
-    views = torch.cat([images, images.flip(3)])
-    convert_(body, calibration=Calibration(batches=(views,)), **options)
-    torch.testing.assert_close(dict(two_views.body.state_dict()), dict(body.state_dict()))
-
-
 def test_layers_that_are_measured_in_parts_get_the_same_weights(monkeypatch):
     """Joint moments of dense convolutions take memory, so some layers are measured at a time."""
     states = []
@@ -91,34 +43,15 @@ def test_layers_that_are_measured_in_parts_get_the_same_weights(monkeypatch):
     assert states[0] == states[1]
 
 
-def test_autocast_tf32_and_the_global_generator_do_not_matter(monkeypatch):
-    tf32_in_fits = set()
-    fit_lines = fit.fit_lines
-
-    def record_tf32(*args, **kwargs):
-        tf32_in_fits.add(torch.backends.cuda.matmul.allow_tf32)
-        return fit_lines(*args, **kwargs)
-
-    monkeypatch.setattr(fit, "fit_lines", record_tf32)
+def test_autocast_and_the_global_generator_do_not_matter():
+    options = {"dilated_size": 9, "calibration": smooth_noise(3), "input_size": INPUT_SIZE}
+    report = convert_(network(), **options)
     model = network()
-    model_under_autocast = network()
-    options = {"dilated_size": 9, "budget": 60, "input_size": INPUT_SIZE}
-    options["calibration"] = smooth_noise(3)
-    report = convert_(model, **options)
-    torch.set_float32_matmul_precision("high")
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            assert convert_(model_under_autocast, **options) == report
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert convert_(model, **options) == report
     assert torch.equal(torch.get_rng_state(), before)
-    assert tf32_in_fits == {False}
-    assert tensors_hash(model.state_dict().items()) == tensors_hash(
-        model_under_autocast.state_dict().items()
-    )
 
 
 def unchanged(model):
@@ -136,7 +69,6 @@ AWKWARD = {
     "small images": (unchanged, smooth_noise(4, size=3)),
     "bfloat16": (nn.Module.bfloat16, smooth_noise()),
     "float16": (nn.Module.half, smooth_noise()),
-    "float64": (nn.Module.double, smooth_noise()),
 }
 
 
@@ -187,30 +119,6 @@ def test_modes_are_kept_and_hooks_removed():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-class CalledTwice(nn.Module):
-    """A convolution that a pass calls twice."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 3, 5, padding=2, groups=3)
-
-    def forward(self, input):
-        return self.conv(self.conv(input).relu())
-
-
-def test_a_convolution_called_twice_is_calibrated_for_both_calls():
-    model = CalledTwice()
-    images = smooth_noise(16)
-    before = model(images).detach()
-    fitted = copy.deepcopy(model)
-    options = {"dilated_size": 9, "budget": 60, "tie": "none", "input_size": INPUT_SIZE}
-    convert_(fitted, **options)
-    report = convert_(model, scope="model", calibration=[images], **options)
-    assert output_error(model, before, images) < 0.7 * output_error(fitted, before, images)
-    assert all(layer.fit_error < 1 for layer in report.layers)
-
-
 @pytest.mark.parametrize(
     "images",
     [
@@ -255,17 +163,9 @@ def test_images_bring_outputs_closer_for_all_kinds_of_layers(change, options, ma
     with torch.no_grad():
         before = model(unseen)
     errors = []
+    options |= {"dilated_size": 7, "budget": 60, "scope": "model", "input_size": INPUT_SIZE}
     for calibration in (None, [images]):
         converted = copy.deepcopy(model)
-        convert_(
-            converted,
-            init="fit",
-            dilated_size=7,
-            budget=60,
-            scope="model",
-            input_size=INPUT_SIZE,
-            calibration=calibration,
-            **options,
-        )
+        convert_(converted, init="fit", calibration=calibration, **options)
         errors.append(output_error(converted, before, unseen))
     assert errors[1] <= max_ratio * errors[0]

@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert import convert_
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.starts import counts as counts_module
-from dcls_convert.starts.counts import MAX_CHANNEL_PAIRS, sample_channels, solve_knapsack
+from dcls_convert.starts.counts import solve_knapsack
 
 from ..conftest import many_examples
 from .networks import INPUT_SIZE, output_error, smooth_noise
@@ -122,23 +122,3 @@ def test_the_default_scope_is_error_with_images_and_model_without():
     assert convert_(three_stages(), calibration=images, **options).plan.scope == "error"
     stated = convert_(three_stages(), calibration=images, kernel_count=4, **options)
     assert {layer.kernel_count for layer in stated.layers} == {4}
-
-
-@many_examples
-@given(st.data())
-def test_sampled_kernels_come_with_the_roots_of_their_input_channels(data):
-    """Each kernel, and each root, is the number of its input channel."""
-    groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))
-    channels = torch.arange(groups * inputs)
-    lines = channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1)
-    kernels = lines.flatten(0, 1)  # (O, I, 1)
-    (sampled,), roots = sample_channels([kernels], channels.reshape(-1, 1, 1), groups)
-    sampled_channels = sampled[..., 0]  # (sampled outputs, sampled inputs per group)
-    pairs = groups * inputs * outputs
-    max_pairs = MAX_CHANNEL_PAIRS
-    assert min(pairs, max_pairs) <= sampled_channels.numel() < max(pairs + 1, 4 * max_pairs)
-    inputs_per_group = sampled_channels.shape[1]
-    sampled_groups = len(roots) // inputs_per_group
-    outputs_per_group = len(sampled_channels) // sampled_groups
-    expected = roots.reshape(-1, 1, inputs_per_group).expand(-1, outputs_per_group, -1)
-    assert torch.equal(expected.reshape(sampled_channels.shape), sampled_channels)

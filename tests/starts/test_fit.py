@@ -9,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dcls_convert import DclsConv2d, convert_
+from dcls_convert import convert_
 from dcls_convert.geometry import grid_positions
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.interpolation import (
     INTERPOLATIONS,
-    Interpolation,
     find_interpolation,
 )
 from dcls_convert.starts.boxes import Box
 from dcls_convert.starts.fit import fit_elements, lines_of
-from dcls_convert.starts.positions import errors_by_count, fit_lines, squared_errors
+from dcls_convert.starts.positions import squared_errors
 
 CASES = {
     "depthwise 7x7": {"shape": (2, 1, 7, 7), "size": (17, 17), "count": 34},
@@ -65,10 +64,8 @@ def constructed(weight, positions, box):
 
 def differences(kernels, weights, positions, box):
     """Return constructed - old of each layer, on the whole window: (layers, O, I, *window)."""
-    by_layer = []
-    for kernel, weight in zip(kernels, weights, strict=True):
-        by_layer.append(constructed(weight, positions, box) - in_window(kernel, box))
-    return torch.stack(by_layer)
+    pairs = zip(kernels, weights, strict=True)
+    return torch.stack([constructed(w, positions, box) - in_window(k, box) for k, w in pairs])
 
 
 def distances_of_lines(kernels, weights, positions, box):
@@ -112,23 +109,8 @@ def test_the_fit_is_least_squares_and_each_line_is_closer_than_with_the_largest_
         assert gradient.abs().max() < 0.02 * kernel.abs().max()
 
 
-def keys_cubic(cells, sigma, length):
-    """Return the cubic convolution kernel of Keys (1981), a = -1/2: it is 0 from 2 cells on."""
-    t = (torch.arange(length).to(cells) - cells.unsqueeze(-1)).abs()
-    near = 1.5 * t**3 - 2.5 * t**2 + 1
-    far = -0.5 * t**3 + 2.5 * t**2 - 4 * t + 2
-    return torch.where(t <= 1, near, far) * (t < 2)
-
-
-@pytest.fixture
-def with_cubic(monkeypatch):
-    cubic = Interpolation(profile=keys_cubic, support=2)
-    monkeypatch.setitem(INTERPOLATIONS, "cubic", cubic)
-
-
-@pytest.mark.usefixtures("with_cubic")
-@pytest.mark.parametrize("interpolation", [*INTERPOLATIONS, "cubic"])
-@pytest.mark.parametrize("size", [(17, 17), (9, 7), (7, 7)])
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("size", [(17, 17), (9, 7)])
 def test_the_error_of_a_fit_is_that_of_the_kernels_on_the_whole_window(interpolation, size):
     """However far an interpolation spreads, a fit sees all cells that its elements reach."""
     case = {"shape": (6, 1, 7, 7), "size": size, "count": 12}
@@ -141,12 +123,6 @@ def test_the_error_of_a_fit_is_that_of_the_kernels_on_the_whole_window(interpola
     # A Gaussian element never ends: at its support, it has 1e-14 of its value at the centre.
     torch.testing.assert_close(stated, found, rtol=1e-7, atol=0)
     assert float(found.sum()) < 0.64 * sum(float(kernel.square().sum()) for kernel in kernels)
-
-
-@pytest.mark.usefixtures("with_cubic")
-def test_which_interpolations_keep_an_element_in_its_cell_is_read_off_their_profiles():
-    exact = [name for name, method in INTERPOLATIONS.items() if method.is_exact_on_cells]
-    assert exact == ["bilinear", "triangle", "cubic"]
 
 
 def test_a_kernel_that_was_constructed_from_elements_is_fitted_closely():
@@ -162,22 +138,6 @@ def test_a_kernel_that_was_constructed_from_elements_is_fitted_closely():
     assert float(distances.norm()) < 0.02 * float(kernel.norm())
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e15])
-def test_the_scale_of_the_kernels_does_not_matter(scale):
-    case = CASES["dense 3x3"]
-    box = box_for(case)
-    kernels = kernels_of(case)
-    scaled_kernels = [scale * kernel for kernel in kernels]
-
-    def total_distance(kernels):
-        elements = fit_elements(kernels, box, kernel_count=5)
-        return float(distances_of_lines(kernels, *elements, box).norm())
-
-    assert math.isclose(
-        total_distance(kernels), total_distance(scaled_kernels) / scale, rel_tol=0.05
-    )
-
-
 def test_the_number_of_lines_that_are_fitted_together_does_not_matter(monkeypatch):
     case = CASES["dense 3x3"]
     box = box_for(case)
@@ -189,25 +149,6 @@ def test_the_number_of_lines_that_are_fitted_together_does_not_matter(monkeypatc
     )
 
 
-@pytest.mark.parametrize("name", ["not square", "1-D", "partly dense"])
-def test_the_errors_at_every_count_are_about_those_of_fits(name):
-    """They are a little larger, since elements stay on a grid. Small errors differ more."""
-    case = CASES[name]
-    box = box_for(case)
-    lines = lines_of(kernels_of(case, layers=2), box)
-    max_count = len(box.old_cell_coordinates())
-    estimates = errors_by_count(lines, max_count, box, None).sum(0)
-    energy = float(lines.square().sum())
-    assert float(estimates[0]) == pytest.approx(energy)
-    assert estimates.tolist() == sorted(estimates.tolist(), reverse=True)
-    assert float(estimates[-1]) < 1e-3 * energy
-    for count in range(1, max_count):
-        positions, weights = fit_lines(lines, count, box, None)
-        fitted = float(squared_errors(lines, positions, weights, box, None).sum())
-        if fitted > 0.1**2 * energy:
-            assert 0.95 < math.sqrt(float(estimates[count]) / fitted) < 1.3
-
-
 CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9, max_size=9)
 
 
@@ -215,7 +156,7 @@ CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9
     st.lists(CELLS | st.just([0.0] * 9), min_size=2, max_size=2),
     st.integers(1, 8),
     st.sampled_from(["bilinear", "gaussian"]),
-    st.sampled_from([None, "any", "no input", "flat input"]),
+    st.sampled_from([None, "any", "no input"]),
 )
 def test_awkward_kernels_and_roots_give_finite_elements_no_worse_than_the_largest(
     layers, count, interpolation, roots_case
@@ -229,8 +170,6 @@ def test_awkward_kernels_and_roots_give_finite_elements_no_worse_than_the_larges
         roots = torch.randn(1, cells, cells, generator=torch.Generator().manual_seed(0))
     if roots_case == "no input":
         roots[:] = 0
-    if roots_case == "flat input":
-        roots[..., 1:] = 0
     weights, positions = fit_elements(kernels, box, kernel_count=count, covariance_roots=roots)
     assert all(tensor.isfinite().all() for tensor in (*weights, positions))
 
@@ -257,35 +196,25 @@ def depthwise_net():
     return nn.Sequential(nn.Conv2d(3, 6, 1), nn.Sequential(*blocks))
 
 
-@pytest.mark.parametrize(
-    ("init", "device"),
-    [("fit", "cpu"), ("largest", "cpu"), ("exact", "cpu"), ("random", "cpu"), ("fit", "meta")],
-)
-def test_the_report_states_each_layers_relative_kernel_error(init, device):
-    """It is None if elements are random or have no values.
-
-    Also, fitted positions get a gradient from the first step on.
-    """
-    model = depthwise_net().to(device)
-    old_kernels = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            old_kernels[name] = module.weight.detach()
+@pytest.mark.parametrize("init", ["fit", "largest", "exact", "random"])
+def test_the_report_states_each_layers_relative_kernel_error(init):
+    """It is None if elements are random. Fitted positions get a gradient from the first step on."""
+    model = depthwise_net()
+    old_kernels = model.state_dict()
     report = convert_(model, init=init, dilated_size=9, input_size=(3, 16, 16))
     assert len(report.layers) == 3
     for layer in report.layers:
-        if init == "random" or device == "meta":
+        if init == "random":
             assert layer.fit_error is None
             continue
-        old_kernel = old_kernels[layer.name]
+        old_kernel = old_kernels[f"{layer.name}.weight"]
         difference = model.get_submodule(layer.name).kernel().detach()
         difference[..., 2:7, 2:7] -= old_kernel
         expected = float(difference.norm() / old_kernel.norm())
         assert math.isclose(layer.fit_error, expected, rel_tol=1e-4, abs_tol=1e-6)
         assert (init == "exact") == (layer.fit_error < 1e-6)
-    if init == "fit" and device == "cpu":
-        for layer in [module for module in model.modules() if isinstance(module, DclsConv2d)]:
-            kernel = layer.kernel()
-            positions = layer.positions
-            (gradient,) = torch.autograd.grad((kernel * torch.randn(6, 1, 9, 9)).sum(), positions)
+        if init == "fit":
+            layer = model.get_submodule(layer.name)
+            loss = (layer.kernel() * torch.randn(6, 1, 9, 9)).sum()
+            (gradient,) = torch.autograd.grad(loss, layer.positions)
             assert (gradient != 0).all()

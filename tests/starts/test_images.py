@@ -19,8 +19,6 @@ from torchvision.transforms.functional import normalize, to_tensor
 
 from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
 
-from ..model_state import state_of
-
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")
 SIZE = (3, 24, 32)
 
@@ -58,7 +56,7 @@ def shades(batches):
 
 @pytest.mark.parametrize(
     ("count", "held_out_indices"),
-    [(1, []), (2, [1]), (4, [1]), (5, [4]), (23, [4, 9, 14, 19])],
+    [(1, []), (4, [1]), (23, [4, 9, 14, 19])],
 )
 def test_every_fifth_file_or_one_of_a_few_is_held_out_and_not_fitted_to(
     read, tmp_path, count, held_out_indices
@@ -76,7 +74,7 @@ def test_every_fifth_file_or_one_of_a_few_is_held_out_and_not_fitted_to(
 @pytest.mark.parametrize(
     ("most_images", "fitted", "held_out"),
     # From 201 images on, at most every sixth is held out, since every fifth would exceed 40.
-    [(None, 64, 16), (200, 160, 40), (201, 168, 33), (300, 200, 40)],
+    [(None, 64, 16), (201, 168, 33)],
 )
 def test_images_are_read_from_every_subfolder_and_at_most_40_are_held_out(
     read, tmp_path, most_images, fitted, held_out
@@ -90,22 +88,7 @@ def test_images_are_read_from_every_subfolder_and_at_most_40_are_held_out(
     assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
 
 
-def test_corner_crops_of_large_held_out_images_are_held_out_too(read, tmp_path):
-    _, rows, columns = SIZE
-    sizes = [(9, 9), (2 * columns, 2 * rows), (9, 9), (2 * columns, 9)] * 5
-    for index, (width, height) in enumerate(sizes):
-        image = Image.new("RGB", (width, height))
-        image.paste((255, 0, 0), (0, 0, width // 4, height // 4))
-        image.save(tmp_path / f"{index:02d}.png")
-    calibration = read(tmp_path)
-    held_out = torch.cat(calibration.held_out)
-    assert len(held_out) == 4 + 4  # 04, 09, 14, 19, and four crops of 09, which is large
-    assert calibration.files_held_out == 4
-    whole, top_left, *others = held_out[1:6, 0, :5, :5].mean((1, 2)).tolist()
-    assert min(whole, top_left) > 0.5 > max(others)
-
-
-@pytest.mark.parametrize("size", [(3, 160, 160), (3, 96, 150), (1, 120, 60)])
+@pytest.mark.parametrize("size", [(3, 96, 150), (1, 120, 60)])
 @pytest.mark.parametrize("crop_mode", ["center", "border"])
 def test_files_go_through_timms_evaluation_transform_for_the_model(tmp_path, size, crop_mode):
     config = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.2, 0.2), "crop_pct": 0.9}
@@ -143,21 +126,17 @@ def test_a_folder_needs_a_normalisation_if_the_model_states_none(model_and_plan,
 # Files that are no images, or odd ones.
 
 
-def test_hidden_files_and_other_files_are_skipped_and_broken_images_are_named(
-    model_and_plan, read, tmp_path
-):
+def test_hidden_files_and_other_files_are_skipped_and_broken_images_are_named(read, tmp_path):
     for folder in ("cats", "cats/.ipynb_checkpoints", ".hidden/dogs"):
         write_images(tmp_path / folder, 3)
     (tmp_path / "cats" / "000.png").rename(tmp_path / "cats" / "._000.png")
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     (tmp_path / "notes.txt").write_text("no image either")
     os.mkfifo(tmp_path / "endless.png")
-    before = state_of(model_and_plan[0])
     notes = []
     calibration = read(tmp_path, note=notes.append)
     assert len(shades([*calibration.batches, *calibration.held_out])) == 2
     assert [note.partition(":")[0] for note in notes] == [f"skipped {tmp_path / 'broken.jpg'}"]
-    assert state_of(model_and_plan[0]) == before
 
 
 def test_no_file_is_run_as_a_program(read, tmp_path, monkeypatch):
@@ -190,23 +169,15 @@ def test_damaged_files_are_read_or_noted_and_pillow_prints_nothing(read, tmp_pat
     assert [note.partition(":")[0] for note in notes] == [f"skipped {tmp_path / 'bomb.png'}"]
 
 
-def grey_image(mode, low, high):
-    """Make an image whose left half has the value `high`, and the rest `low`."""
-    image = Image.new(mode, (SIZE[2], SIZE[1]), low)
-    image.paste(high, (0, 0, SIZE[2] // 2, SIZE[1]))
-    return image
-
-
 def test_grey_values_of_16_bits_are_scaled_and_those_of_32_refused(read, tmp_path):
     """The range of 32 bits is not known."""
-    grey_image("L", 64, 192).save(tmp_path / "a.png")
-    for name, mode in {"b.png": "I;16", "c.tif": "I;16B", "d.ppm": "I"}.items():
-        grey_image(mode, 64 * 257, 192 * 257).save(tmp_path / name)
-    grey_image("F", 64, 192).save(tmp_path / "e.tif")
+    for name, mode, unit in [("a.png", "L", 1), ("b.png", "I;16", 257), ("c.tif", "F", 1)]:
+        image = Image.new(mode, (SIZE[2], SIZE[1]), 64 * unit)
+        image.paste(192 * unit, (0, 0, SIZE[2] // 2, SIZE[1]))
+        image.save(tmp_path / name)
     notes = []
-    ((with_8_bits, *with_16_bits),) = read(tmp_path, held_out=(), note=notes.append).batches
-    assert len(with_16_bits) == 3
-    assert all(torch.equal(image, with_8_bits) for image in with_16_bits)
+    ((with_8_bits, with_16_bits),) = read(tmp_path, held_out=(), note=notes.append).batches
+    assert torch.equal(with_16_bits, with_8_bits)
     assert "32 bits" in notes[0]
 
 
@@ -221,8 +192,8 @@ def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_
     assert len(calibrate(*model_and_plan, images[0])) == 1
 
 
-@pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (4, 2, 6), (3, 20)])
-def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_plan, sizes):
+def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_plan):
+    sizes = (4, 2, 6)
     numbers = torch.arange(sum(sizes), dtype=torch.float32)
     images = numbers.view(-1, 1, 1, 1).repeat(1, *SIZE)
     images[..., -1] = -1
@@ -253,9 +224,7 @@ def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
     [
         ({"mean": (0.5,)}, "give mean and std, or neither"),
         ({"mean": 0.5, "std": (0.2, 0, 0.2)}, "std 0.2,0,0.2 must be above 0"),
-        ({"mean": (0.5, 0.5), "std": (1.0,)}, "give a number, or 3, one per channel"),
         ({"mean": 0.5, "std": 57.375}, "must be from 0 to 1, .* it is 0.225$"),
-        ({"mean": float("nan"), "std": 0.5}, "mean nan must be from 0 to 1"),
         ({"mean": 0.5, "std": "half"}, "give a number, or 3, one per channel"),
     ],
 )
@@ -273,22 +242,15 @@ FORM = "give float images (N, 3, rows, columns), normalised as the model takes t
 @pytest.mark.parametrize(
     ("images", "size", "says"),
     [
-        ("none", SIZE, "there is no such folder"),
         ("file", SIZE, "is not a folder"),
         (".", SIZE, "there are no images"),
         (".", None, "state input_size"),
-        (".", (4, 8, 8), "1 or 3 channels"),
-        ([], SIZE, "there are no images"),
         ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
         ((torch.rand(9, *SIZE) - 123.675) / 58.395, SIZE, "the images are constant"),
-        (["a.png"], SIZE, "found a value of type str; give float images"),
         (8, SIZE, "found a value of type int; give float images"),
-        (torch.zeros(8), None, "(8,), float32; give float images (N, channels, rows, columns)"),
         (torch.zeros(5, 3, 8, 8, dtype=torch.uint8), SIZE, f"(5, 3, 8, 8), uint8; {FORM}"),
         ([torch.zeros(5, 8, 8, 3)], SIZE, f"(5, 8, 8, 3), float32; {FORM}"),
-        (torch.zeros(5, 8, 1), (1, 8), "give float images (N, 1, *spatial)"),
     ],
-    ids=range(14),
 )
 def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images, size, says):
     model, plan = model_and_plan
