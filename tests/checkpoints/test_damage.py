@@ -77,7 +77,6 @@ DAMAGES = {
         lambda folder: (folder / WEIGHTS).unlink(),
         "model.safetensors: there is no such file",
     ),
-    "a flipped bit": (flip_bit, CHANGED),
     "cut off": (
         lambda folder: os.truncate(folder / WEIGHTS, 60_000),
         "model.safetensors: not a readable safetensors file",
@@ -103,10 +102,6 @@ DAMAGES = {
         "has 104,857,600 bytes",
     ),
     "config of deep lists": (write_config(b"[" * 100_000), "config.json: is not JSON"),
-    "a smaller window with the same shapes": (
-        damage_layer(0, dilated_size=[7, 7]),
-        "cells outside of the window 7x7, so they are of a larger window",
-    ),
     "another count": (
         damage_layer(0, kernel_count=25),
         "stages.0.blocks.0.conv_dw.positions has shape",
@@ -258,9 +253,7 @@ def test_a_missing_tensor_is_noticed_with_a_new_head_too(folder, tmp_path):
 
 
 def test_a_model_that_only_its_user_can_build_is_checked_without_or_with_it(tmp_path):
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 1), *[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
     unconverted = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, (3, 8, 8)), dilated_size=5)
     apply_plan_(model, plan)
@@ -268,7 +261,7 @@ def test_a_model_that_only_its_user_can_build_is_checked_without_or_with_it(tmp_
     verified = verify(folder)
     assert verified.ok
     assert [check.name for check in verified.checks if check.ok is None] == ["model"]
-    verified = verify(folder, model=copy.deepcopy(unconverted))
+    verified = verify(folder, model=unconverted)
     assert problems(verified) == []
     assert "outputs" in {check.name for check in verified.checks}
 

@@ -5,7 +5,6 @@ An edit is found by loading what was saved: most leave no trace in names and sha
 
 import copy
 import functools
-import json
 from dataclasses import replace
 
 import pytest
@@ -52,16 +51,8 @@ def replace_all(model, old, make):
                 setattr(module, name, make(child))
 
 
-def set_eps(model):
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eps = 0.1
-
-
 EDITS = {
     "activation": lambda m: replace_all(m, nn.ReLU, lambda _: nn.SiLU()),
-    "eps": set_eps,
-    "no head": lambda m: setattr(m, "fc", nn.Identity()),
     "a deeper head": lambda m: setattr(m, "fc", nn.Sequential(nn.Dropout(), nn.Linear(96, 5))),
     "one more module": lambda m: m.add_module("extra", nn.Linear(2, 2)),
 }
@@ -103,19 +94,7 @@ def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path):
     assert state_of(model) == before
 
 
-def test_verify_finds_an_edited_argument_that_a_new_layer_scale_hides(tmp_path):
-    model = timm.create_model("test_convnext")
-    plan = convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64)).plan
-    config = save_converted(model, plan, tmp_path / "out") / "config.json"
-    assert verify_folder(tmp_path / "out").ok
-    contents = json.loads(config.read_text())
-    contents["model_args"]["act_layer"] = "relu"
-    config.write_text(json.dumps(contents))
-    (problem,) = problems(verify_folder(tmp_path / "out"))
-    assert problem.startswith("outputs: do not match")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
     model, plan = converted()
     model.to(dtype)
@@ -125,61 +104,33 @@ def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
         save_converted(model, plan, tmp_path / "edited")
 
 
-def give_every_image_the_same_outputs(model, monkeypatch):
-    """As a detector that finds no boxes does."""
-    nn.init.constant_(model.fc.bias, 1e6)
-
-
-def leave_no_memory_for_a_copy(model, monkeypatch):
-    def fail(*_, **__):
-        raise MemoryError("no memory for a copy")
-
-    monkeypatch.setattr("dcls_convert.checkpoints.compare.load_state", fail)
-
-
-def let_a_hook_fail(model, monkeypatch):
-    model.act1.register_forward_hook(lambda *_: 1 / 0)
-
-
-@pytest.mark.parametrize(
-    ("prepare", "reason"),
-    [
-        (give_every_image_the_same_outputs, "they are nearly the same for every image"),
-        (leave_no_memory_for_a_copy, "MemoryError: no memory for a copy"),
-        (let_a_hook_fail, "ZeroDivisionError"),
-    ],
-)
-def test_outputs_that_cannot_be_compared_are_said_and_lose_no_folder(
-    tmp_path, monkeypatch, prepare, reason
-):
-    model, plan = converted()
-    prepare(model, monkeypatch)
-    with pytest.warns(UserWarning, match=f"not by its outputs: {reason}"):
-        folder = save_converted(model, plan, tmp_path / "out")
-    monkeypatch.undo()
-    assert same_states(load_converted(folder), model)
-    (check,) = [check for check in verify_folder(folder).checks if check.name == "outputs"]
-    assert check.ok is (None if prepare is let_a_hook_fail else True)
-
-
-HEADS = {
-    "reset": lambda m: m.reset_classifier(5),
-    "assigned": lambda m: setattr(m, "fc", nn.Linear(m.fc.in_features, 5)),
-    "removed": lambda m: m.reset_classifier(0),
+UNCOMPARABLE = {
+    # As of a detector that finds no boxes.
+    "the same for every image": lambda m: nn.init.constant_(m.fc.bias, 1e6),
+    "ZeroDivisionError": lambda m: m.act1.register_forward_hook(lambda *_: 1 / 0),
 }
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_another_number_of_classes_is_found_even_without_a_check(tmp_path, head):
+@pytest.mark.parametrize("reason", UNCOMPARABLE)
+def test_outputs_that_cannot_be_compared_are_said_and_lose_no_folder(tmp_path, reason):
     model, plan = converted()
-    HEADS[head](model)
+    UNCOMPARABLE[reason](model)
+    with pytest.warns(UserWarning, match=f"not by its outputs: .*{reason}"):
+        folder = save_converted(model, plan, tmp_path / "out")
+    assert same_states(load_converted(folder), model)
+
+
+@pytest.mark.parametrize("classes", [5, 0])
+def test_another_number_of_classes_is_found_even_without_a_check(tmp_path, classes):
+    model, plan = converted()
+    model.reset_classifier(classes)
     folder = save_converted(model, plan, tmp_path / "out")
     assert open_checkpoint(folder).plan.model == f"timm:{NAME}"
     for loaded in (load_converted(folder), by_timm(folder)):
         assert torch.equal(outputs(loaded), outputs(model))
     EDITS["activation"](model)
     folder = save_converted(model, plan, tmp_path / "unchecked", check=False)
-    assert load_converted(folder).num_classes == getattr(model.fc, "out_features", 0)
+    assert load_converted(folder).num_classes == classes
 
 
 def test_a_new_first_convolution_is_found_and_timm_loads_the_folder(tmp_path):
@@ -206,21 +157,14 @@ def test_training_and_layers_that_change_no_output_leave_the_model_what_it_is(tm
     assert same_states(load_converted(folder), model)
 
 
-def resnet18():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = torchvision.models.resnet18()
-        model.fc = nn.Linear(512, 5)
-    return model
-
-
 def test_a_model_of_torchvision_is_the_users_own_or_has_a_stated_source(tmp_path):
-    model = resnet18()
+    model = torchvision.models.resnet18(num_classes=5)
     plan = convert_(model, init="random", dilated_size=7, input_size=(3, 64, 64)).plan
     with pytest.warns(UserWarning, match='source="torchvision:NAME"'):
         own = save_converted(model, plan, tmp_path / "own")
     stated = save_converted(model, plan, tmp_path / "stated", source="torchvision:resnet18")
-    for loaded in (load_converted(own, model=resnet18()), load_converted(stated)):
+    unconverted = torchvision.models.resnet18(num_classes=5)
+    for loaded in (load_converted(own, model=unconverted), load_converted(stated)):
         assert same_states(loaded, model)
     with pytest.warns(UserWarning, match="no longer torchvision:resnet34 with its plan: miss"):
         wrong = save_converted(model, plan, tmp_path / "wrong", source="torchvision:resnet34")
@@ -229,36 +173,15 @@ def test_a_model_of_torchvision_is_the_users_own_or_has_a_stated_source(tmp_path
         save_converted(model, plan, tmp_path / "none", source="torchvision:resnet19")
 
 
-class Forgetful(nn.Sequential):
-    def state_dict(self, *args, **options):
-        state = super().state_dict(*args, **options)
-        return {name: tensor for name, tensor in state.items() if not name.startswith("0.")}
-
-
-def test_a_state_dict_that_drops_parameters_is_refused(tmp_path):
-    """A folder without them could not be loaded."""
-    model = Forgetful(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
-    plan = convert_(model, init="random", dilated_size=7, input_size=(3, 16, 16)).plan
-    with pytest.raises(DclsConvertError, match=r"its state dict lacks 0\.bias, 0\.weight, so"):
-        save_converted(model, plan, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def averaged(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
     return average
 
 
-def compiled_stages(model):
-    model.layer1 = torch.compile(model.layer1)
-    model.layer2.compile()
-    return model
-
-
-def with_checkpointing(model):
+def with_wrapped_stages(model):
     model.layer1 = checkpoint_wrapper(model.layer1)
-    model.layer2[0] = checkpoint_wrapper(model.layer2[0])
+    model.layer2 = torch.compile(model.layer2)
     return model
 
 
@@ -266,8 +189,7 @@ WRAPPERS = {
     "compiled": lambda m: torch.compile(nn.DataParallel(m)),
     "averaged": averaged,
     "timm's average": ModelEmaV3,
-    "compiled stages": compiled_stages,
-    "checkpointed stages": with_checkpointing,
+    "wrapped stages": with_wrapped_stages,
 }
 
 
@@ -276,7 +198,6 @@ def test_a_wrapped_model_is_saved_under_its_plain_names(tmp_path, wrapper):
     model, plan = converted()
     plain = copy.deepcopy(model)
     folder = save_converted(WRAPPERS[wrapper](model), plan, tmp_path / "out")
-    assert torch._dynamo.eval_frame._stance.stance == "default"
     assert same_states(load_converted(folder), plain)
     assert torch.equal(outputs(load_converted(folder)), outputs(plain))
 
@@ -292,24 +213,10 @@ def test_a_wrapped_model_is_loaded_verified_and_folded(tmp_path):
     assert wrapped.module._model_args["plan"]["folded"]
 
 
-def without_ties(model):
-    replace_all(model, dcls_convert.DclsConv2d, copy.deepcopy)
-    return model
-
-
-def without_the_first_layer(model):
-    model.layer1[0].conv1 = model.layer1[0].conv1.fuse()
-    return model
-
-
 REFUSED = {
     "inside": (
         lambda m, p: (nn.ModuleDict({"ema": m}), p),
         r"has no layer1\.0\.conv1\. Give the network",
-    ),
-    "not converted": (
-        lambda _, p: (network(), p),
-        r"layer1\.0\.conv1 is a Conv2d\. Give the network",
     ),
     "folded": (
         lambda m, p: dcls_convert.fold_to_dense_(m) and (m, p),
@@ -319,18 +226,13 @@ REFUSED = {
         lambda m, p: (m, replace(p, folded=True)),
         r"layer1\.0\.conv1 is a DclsConv2d",
     ),
-    "untied": (lambda m, p: (without_ties(m), p), "To tie it again: model.get_submodule"),
-    "positions of a layer that has left": (
-        lambda m, p: (without_the_first_layer(m), p.without("layer1.0.conv1")),
-        r"no longer in the model; copy.deepcopy\(model\)",
+    "untied": (
+        lambda m, p: replace_all(m, dcls_convert.DclsConv2d, copy.deepcopy) or (m, p),
+        "To tie it again: model.get_submodule",
     ),
     "another window": (
         lambda _, p: (converted(dilated_size=9)[0], p),
         "has window 9x9, bilinear, not 7x7, bilinear",
-    ),
-    "another count": (
-        lambda _, p: (converted(kernel_count=2)[0], p),
-        r"layer1\.0\.conv1\.weight has shape \(\d+, \d+, 2\), not",
     ),
 }
 
@@ -344,35 +246,21 @@ def test_layers_that_are_not_the_plans_are_refused_with_the_way_out(tmp_path, ki
     assert list(tmp_path.iterdir()) == []
 
 
-def move_positions_(model):
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("positions"):
-                parameter.add_(0.1)
-
-
-# The layers of ConvNeXt have other names in each kind of extractor; EfficientNet is its own.
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("test_convnext", {}),
-        ("test_convnext", {"feature_cls": "getter"}),
-        ("test_convnext", {"feature_cls": "fx"}),
-        ("test_efficientnet", {}),
-    ],
-)
-def test_a_feature_extractor_of_a_folder_is_saved_and_loaded_as_one(tmp_path, name, how):
+# ConvNeXt's extractor has other names; EfficientNet is its own.
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet"])
+def test_a_feature_extractor_of_a_folder_is_saved_and_loaded_as_one(tmp_path, name):
     model = timm.create_model(name)
     plan = convert_(model, init="random", dilated_size="+4").plan
     folder = save_converted(model, plan, tmp_path / "out")
-    chosen = {"features_only": True, "out_indices": (0, 2), "in_chans": 1, **how}
-    features = timm.create_model(f"local-dir:{folder}", pretrained=True, **chosen)
-    move_positions_(features)
+    features = by_timm(folder, features_only=True, out_indices=(0, 2), in_chans=1)
+    with torch.no_grad():
+        for parameter in features.parameters():
+            parameter.mul_(0.9)
     tuned = save_converted(features, folder, tmp_path / "tuned")  # a warning would be an error
     again = save_converted(features, tuned, tmp_path / "again")
     expected = outputs(features, channels=1)
-    for loaded in (load_converted(tuned), load_converted(again), by_timm(tuned)):
-        assert len(outputs(loaded, channels=1)) == 2
+    assert len(expected) == 2
+    for loaded in (load_converted(again), by_timm(tuned)):
         for new, old in zip(outputs(loaded, channels=1), expected, strict=True):
             assert torch.equal(new, old)
 

@@ -11,12 +11,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from dcls_convert import convert_, load_converted, predict_report, save_converted
-from dcls_convert.checkpoints.folder import (
-    CONFIG,
-    FILES,
-    WEIGHTS,
-    tensors_hash,
-)
+from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
 from dcls_convert.export.fold import fold_checkpoint
@@ -82,13 +77,10 @@ def test_the_contents_of_a_folder(converted, tmp_path):
     model, plan = converted
     folder = save_converted(model, plan, tmp_path / "deep" / "er" / "out")
     assert {path.name for path in folder.iterdir()} == set(FILES)
-    assert list((tmp_path / "deep" / "er").iterdir()) == [folder]
     config = json.loads((folder / CONFIG).read_text())
     assert config["architecture"] == "dcls_convert"
     assert config["model_args"]["plan"] == plan.to_dict()
     assert config["model_args"]["plan"]["rules_text"] == builtin_rules()["depthwise"].read_text()
-    assert config["pretrained_cfg"]["mean"] == list(model.pretrained_cfg["mean"])
-    assert config["dcls_convert"] == {"provenance": None}
     report = json.loads((folder / "report.json").read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
     card = (folder / "README.md").read_text()
@@ -167,46 +159,28 @@ def test_parameters_without_stored_weights_depend_on_the_seed_as_in_timm(folder)
     heads = [created(seed, pretrained=True, num_classes=10)["head.fc.weight"] for seed in (1, 1, 2)]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
-    first, again, other = (created(seed) for seed in (1, 1, 2))  # without any weights
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    positions = [name for name in first if "positions" in name]
-    assert not any(torch.equal(first[name], other[name]) for name in positions)
-    assert all(0.3 < first[name].std() < 0.7 for name in positions)  # N(0, 0.5 cells)
+    positions = created(1)["stages.0.blocks.0.conv_dw.positions"]  # without any weights
+    assert 0.3 < positions.std() < 0.7  # N(0, 0.5 cells)
 
 
-@pytest.mark.parametrize(("name", "size"), [(TINY, 17), ("test_efficientnet", 9)])
-def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name, size):
-    model, plan = convert(f"timm:{name}", size)
+@pytest.mark.parametrize("name", [TINY, "test_efficientnet"])
+def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name):
+    model, plan = convert(f"timm:{name}")
     folder = f"local-dir:{save(tmp_path / 'out', model, plan, check=False)}"
     features = timm.create_model(folder, pretrained=True, features_only=True)
-    dense = timm.create_model(name, features_only=True).eval()
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        maps = features.eval()(x)
-        shapes = [tuple(f.shape) for f in dense(x)]
-        intermediates = model.forward_intermediates(x, intermediates_only=True)
-    assert [tuple(f.shape) for f in maps] == shapes
-    assert torch.equal(maps[-1], intermediates[-1])
-    first = timm.create_model(folder, pretrained=True, features_only=True, out_indices=(0, 1))
-    with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(first.eval()(x), maps[:2], strict=True))
+    dense = timm.create_model(name, features_only=True)
+    maps = outputs(features)
+    assert [one.shape for one in maps] == [one.shape for one in outputs(dense)]
+    x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(maps[-1], model.forward_intermediates(x, intermediates_only=True)[-1])
 
 
 NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
 
 
-class WithExtraState(nn.Module):
-    def get_extra_state(self):
-        return {"steps": 3}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda m: m.add_module("extra", WithExtraState()),
-            r"its state dict has extra\._extra_state, which is not a tensor",
-        ),
         (lambda m: m.to("meta"), "on the meta device, without values"),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),
@@ -219,23 +193,6 @@ def test_what_could_not_be_loaded_is_not_written(converted, tmp_path, change, me
         save(tmp_path / "out", model, plan, check=False)
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": torch.arange(6.0).reshape(3, 2)},
-        {"a": torch.arange(6.0).reshape(2, 3).view(torch.int32)},
-        # 0.0 becomes -0.0: the bytes count.
-        {"a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])},
-        {"b": torch.zeros(2, 0)},
-    ],
-)
-def test_the_hash_of_tensors_depends_only_on_names_dtypes_shapes_and_bytes(other):
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0, 2), "c": torch.tensor(1)}
-    assert tensors_hash((tensors | other).items()) != tensors_hash(tensors.items())
-    strided = tensors | {"a": tensors["a"].T.contiguous().T}
-    assert tensors_hash([*strided.items()][::-1]) == tensors_hash(tensors.items())
 
 
 def test_the_size_that_a_network_was_trained_at_is_stated_and_exported(tmp_path):

@@ -1,14 +1,11 @@
 """A converted model can be loaded from a hub, and failures are reported in one line."""
 
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from huggingface_hub import constants, utils
 from safetensors.torch import load_file
 
 import dcls_convert
@@ -83,45 +80,3 @@ def test_a_model_from_a_hub_is_converted(hub, tiny):
     push(hub, tiny, "me/plain")
     run("hf-hub:me/plain", "--pretrained", *OPTIONS, "--init", "exact")
     torch.testing.assert_close(outputs(dcls_convert.load_converted("converted")), outputs(tiny))
-
-
-@pytest.fixture
-def hub_that_is_down(hub, monkeypatch):
-    """Answer each request to the hub with 503; return the list of their paths."""
-    paths = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            paths.append(self.path)
-            self.send_response(503)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        file_of_endpoint = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
-            constants.ENDPOINT, endpoint
-        )
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", file_of_endpoint)
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        if hasattr(utils, "reset_sessions"):  # before 1.0: a session begun offline stays offline
-            utils.reset_sessions()
-        yield paths
-        server.shutdown()
-        thread.join()
-
-
-def test_a_hub_that_is_down_is_asked_once(hub_that_is_down, hub, tiny):
-    """Its client would ask for each file six times, and wait for 23 seconds."""
-    _, err = run("hf-hub:me/none", "--pretrained", *OPTIONS, code=2)
-    error = "error: hf-hub:me/none: cannot download its config; are you online?"
-    assert err.splitlines()[-1] == error
-    assert hub_that_is_down == ["/"]
-    push(hub, tiny, "me/plain")
-    run("hf-hub:me/plain", "--pretrained", *OPTIONS)  # from the cache
-    assert hub_that_is_down == ["/"]

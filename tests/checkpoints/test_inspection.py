@@ -8,10 +8,8 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
-from torch import nn
 
-import dcls_convert
-from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
+from dcls_convert import load_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -23,7 +21,7 @@ from dcls_convert.placing.fold import fold_to_dense_
 
 from ..command_line import run
 from ..conftest import TINY
-from .folders import IMAGE, convert, edit_tensors, inspect_folder, save, seal
+from .folders import convert, edit_tensors, inspect_folder, save, seal
 
 
 @pytest.mark.parametrize(
@@ -53,20 +51,6 @@ def test_rows_have_the_statistics_of_the_model(tmp_path, options):
     at_border = sum(row.border_share * row.elements for row in inspection.positions)
     elements = sum(row.elements for row in inspection.positions)
     assert total["border_share"] == pytest.approx(at_border / elements)
-
-
-def test_dense_axes_and_models_of_the_users_own(tmp_path):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
-    rules = dcls_convert.planning.rule_files.parse_rules(
-        "format: 1\nrules:\n- match: {kind: depthwise}\n"
-        "  dilated_size: [3, 9]\n  dense_axes: [0]\n  kernel_count: 2\n"
-    )
-    plan = plan_conversion(find_convs(model, IMAGE), rules)
-    apply_plan_(model, plan, init="random", positions="uniform")
-    (row,) = inspect_folder(save(tmp_path / "own", model, plan)).positions
-    assert (row.name, row.dense_axes, row.kernels, row.elements) == ("1", (0,), 4 * 3, 4 * 3 * 2)
-    assert row.spread == rms_per_axis(model[1].positions)
-    assert row.border_share == border_share(model[1].positions, (9,))
 
 
 def test_a_folder_saved_by_timm_is_inspected(folder, tmp_path):

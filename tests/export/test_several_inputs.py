@@ -1,10 +1,7 @@
 """A network that takes anything but one image goes the whole way, with equal outputs."""
 
-from pathlib import Path
-
 import onnxruntime
 import pytest
-import torch
 
 from dcls_convert import convert_, save_converted
 from dcls_convert.checkpoints.folder import read_stamp
@@ -13,7 +10,7 @@ from dcls_convert.networks.input_tensors import with_batch
 from dcls_convert.networks.inputs import describe_inputs, random_arguments
 
 from ..command_line import run
-from ..several_inputs import EXAMPLES, Signal, ThreeInputs
+from ..several_inputs import EXAMPLES, ThreeInputs
 from .running import FLOAT32_ERROR, error_of
 
 NETWORKS = pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)
@@ -62,23 +59,3 @@ def test_each_format_takes_the_inputs_of_forward(folders, build, format):
     if format == "onnx" and build is ThreeInputs:
         session = onnxruntime.InferenceSession(report.output)
         assert [entry.name for entry in session.get_inputs()] == ["image", "label", "time"]
-
-
-class FixedBatch(Signal):
-    """Takes a batch of two, and numbers that have nothing to do with it."""
-
-    def forward(self, samples, ids):
-        return super().forward(samples.reshape(2, 100)) + ids.sum()
-
-
-def test_a_file_of_inputs_without_a_batch_axis_takes_them_alone(tmp_path):
-    model = FixedBatch()
-    inputs = (torch.zeros(2, 100), torch.arange(5))
-    report = convert_(model, dilated_size=7, example_inputs=inputs, init="random")
-    save_converted(model, report.plan, "fixed")
-    written = fold_checkpoint(Path("fixed"), "pt2", model=factory_of(FixedBatch))
-    assert written.batch == 1
-    with torch.no_grad():
-        expected = model.eval()(torch.ones(2, 100), torch.arange(5))
-        found = torch.export.load(written.output).module()(torch.ones(2, 100), torch.arange(5))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
