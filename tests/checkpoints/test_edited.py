@@ -94,16 +94,6 @@ def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path):
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
-    model, plan = converted()
-    model.to(dtype)
-    save_converted(model, plan, tmp_path / "same")  # a warning would be an error
-    model.fc.register_forward_hook(lambda *call: 1.02 * call[-1])
-    with pytest.warns(UserWarning, match="no longer timm:test_resnet.*outputs differ by"):
-        save_converted(model, plan, tmp_path / "edited")
-
-
 UNCOMPARABLE = {
     # As of a detector that finds no boxes.
     "the same for every image": lambda m: nn.init.constant_(m.fc.bias, 1e6),

@@ -150,19 +150,6 @@ def test_a_tuned_model_with_other_arguments_is_saved_with_the_plan_of_its_folder
         assert report[cost]["delta"] == old[cost]["delta"]
 
 
-def test_parameters_without_stored_weights_depend_on_the_seed_as_in_timm(folder):
-    def created(seed, **options):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return timm.create_model(f"local-dir:{folder}", **options).state_dict()
-
-    heads = [created(seed, pretrained=True, num_classes=10)["head.fc.weight"] for seed in (1, 1, 2)]
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], heads[2])
-    positions = created(1)["stages.0.blocks.0.conv_dw.positions"]  # without any weights
-    assert 0.3 < positions.std() < 0.7  # N(0, 0.5 cells)
-
-
 @pytest.mark.parametrize("name", [TINY, "test_efficientnet"])
 def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name):
     model, plan = convert(f"timm:{name}")

@@ -129,20 +129,13 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     original = load_converted(checkpoints / "efficientnet").eval()
     loaded = load_converted(tmp_path / "out").eval()
     by_timm = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    features, expected = (
-        timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=True).eval()
-        for folder in (tmp_path / "out", checkpoints / "efficientnet")
-    )
-    for before, after in [(original, loaded), (original, by_timm), (expected, features)]:
-        assert not any(isinstance(module, DclsConvNd) for module in after.modules())
-        assert max_relative_error(outputs(before), outputs(after)) < FLOAT32_ERROR
+    for folded in (loaded, by_timm):
+        assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
+        assert max_relative_error(outputs(original), outputs(folded)) < FLOAT32_ERROR
     plan = dcls_convert.checkpoints.folder.open_checkpoint(tmp_path / "out").plan
     assert plan.folded
     report = json.loads((tmp_path / "out" / REPORT).read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
-    count = sum(p.numel() for p in loaded.parameters())
-    assert report["params"]["after"] == written.params_after == count
-    assert report["params"]["positions"] == 0
     assert "The model is folded" in (tmp_path / "out" / CARD).read_text()
 
 

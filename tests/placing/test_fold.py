@@ -36,16 +36,10 @@ IMAGE = (3, 32, 32)
 
 def with_random_values(model):
     """Change all values, as a training would, and return the model in evaluation mode."""
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-                noise = noise.to(tensor.dtype)
-                if "running_var" in name:
-                    tensor.copy_(noise.abs() + 0.5)
-                else:
-                    tensor.copy_(tensor + 0.2 * noise)
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
     clamp_positions_(model)
     return model.eval()
 

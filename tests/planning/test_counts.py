@@ -134,12 +134,10 @@ def test_the_smallest_budget_that_an_error_names_suffices_and_less_does_not(laye
 @pytest.mark.parametrize(
     ("text", "share"),
     [
-        ("0.01", Fraction(1, 10_000)),
-        ("1e2", Fraction(1)),
         (0.1, Fraction(1, 1000)),  # the decimal as written, not the nearest binary number
         ("80%", Fraction(4, 5)),
         (80, Fraction(4, 5)),
-        *((text, None) for text in ("", "12%%", "80 per cent", "-5", "nan", 0, None)),
+        *((text, None) for text in ("", "80 per cent", "-5", "nan", 0, None)),
         ("1e-99999999999", None),  # as an exact number, this would fill the memory
     ],
 )

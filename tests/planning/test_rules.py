@@ -157,7 +157,6 @@ OTHERS = {"match": {"kind": "depthwise"}}  # states nothing, so options have an 
     ("key", "rule", "option", "default", "expected"),
     [
         ("dilated_size", None, None, 11, (11, 11)),
-        ("dilated_size", [7, 9], (5, 7), [9, 9], (7, 9)),
         ("kernel_count", None, 3, None, 3),
         ("kernel_count", 2, "auto", None, 2),
         ("interpolation", None, "gaussian", None, "gaussian"),
@@ -184,24 +183,12 @@ def test_an_option_that_no_rule_leaves_open_is_refused(net):
         plan_conversion(net, rules, dilated_size=9, kernel_count=5)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "stage"),
-    [
-        (r"blocks\.\d+", "body.blocks.12.conv", "blocks.12"),
-        (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.3.conv", "early"),
-        (r"x*", "body", None),
-    ],
-)
-def test_the_stage_is_what_a_pattern_finds(pattern, name, stage):
-    assert Rule(stage_pattern=pattern).stage_of(name) == stage
-
-
 def test_layers_of_a_stage_by_pattern_are_tied():
-    rules = rules_of({"name": "halves", "stage_pattern": r"(0|1)\."})
+    rules = rules_of({"name": "halves", "stage_pattern": r"(?:(?P<first>0)|(1))\."})
     model = nn.Sequential(nn.Sequential(depthwise(), nn.Sequential(depthwise())), depthwise())
     plan = plan_of(model, None, rules=rules)
     assert plan.stages_from.endswith(", the pattern of rule 'halves'")
-    assert [layer.tie_group for layer in plan.layers] == ["0", "0", None]
+    assert [layer.tie_group for layer in plan.layers] == ["first", "first", None]
 
 
 # Built-in rule sets.
@@ -213,7 +200,6 @@ def test_layers_of_a_stage_by_pattern_are_tied():
         ("resnet18", "conv3x3", 0, 16),
         ("efficientnet_b0", "depthwise", 16, 0),
         ("test_efficientnet", "depthwise", 2, 3),  # its first stages are dense
-        pytest.param("nfnet_f0", "conv3x3", 0, 24, marks=pytest.mark.slow),
         # timm counts its ResNet as the stem.
         pytest.param("vit_base_r50_s16_224", "conv3x3", 0, 16, marks=pytest.mark.slow),
     ],
@@ -277,14 +263,10 @@ MISTAKES = {
     rule("match: {kernel_size: {mim: 3}}"): "rules[0].match.kernel_size: unknown key 'mim'",
     "rules: [{}]": "top level: format is missing",
     # values
-    "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is",
-    rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is",
     rule("dilated_size: '+3'"): "rules[0].dilated_size: growth +3 must be even",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
-    # texts that a message must shorten or escape
     f"format: {'x' * 5000}": "format: found 'xxxx",
-    rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
 }
 # Relations between values, keys that JSON does not have, patterns, YAML.
 MISTAKES_BEYOND_A_SCHEMA = {
@@ -293,7 +275,6 @@ MISTAKES_BEYOND_A_SCHEMA = {
     rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
-    rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: duplicate key 'format'",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself

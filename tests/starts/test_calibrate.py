@@ -17,20 +17,6 @@ from ..model_state import state_of
 from .networks import INPUT_SIZE, network, output_error, smooth_noise
 
 
-def test_images_of_several_sizes_bring_outputs_of_each_size_closer():
-    images = [*smooth_noise(12), *smooth_noise(12, size=16)]
-    fitted = network()
-    calibrated = network()
-    options = {"dilated_size": 9, "budget": 60, "scope": "model", "input_size": INPUT_SIZE}
-    convert_(fitted, init="fit", **options)
-    convert_(calibrated, calibration=images, held_out=(), **options)
-    for size in (24, 16):
-        unseen = smooth_noise(8, size, seed=1)
-        before = network()(unseen).detach()
-        fit_error = output_error(fitted, before, unseen)
-        assert output_error(calibrated, before, unseen) < 0.7 * fit_error
-
-
 def test_layers_that_are_measured_in_parts_get_the_same_weights(monkeypatch):
     """Joint moments of dense convolutions take memory, so some layers are measured at a time."""
     states = []
