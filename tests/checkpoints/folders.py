@@ -99,16 +99,9 @@ def edit_json(path, change):
 
 
 def edit_stamp(folder, change):
-    """Replace the stamp by what `change` makes of it: data, a text, or None for no metadata."""
     tensors, metadata = contents(folder / WEIGHTS)
     stamp = change(json.loads(metadata[METADATA_KEY]))
-    if stamp is None:
-        new_metadata = None
-    elif isinstance(stamp, str):
-        new_metadata = {METADATA_KEY: stamp}
-    else:
-        new_metadata = {METADATA_KEY: json.dumps(stamp)}
-    save_file(tensors, folder / WEIGHTS, metadata=new_metadata)
+    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: json.dumps(stamp)})
 
 
 def edit_tensors(folder, change):

@@ -163,12 +163,6 @@ def test_a_model_of_torchvision_is_the_users_own_or_has_a_stated_source(tmp_path
         save_converted(model, plan, tmp_path / "none", source="torchvision:resnet19")
 
 
-def averaged(model):
-    average = torch.optim.swa_utils.AveragedModel(model)
-    average.update_parameters(model)
-    return average
-
-
 def with_wrapped_stages(model):
     model.layer1 = checkpoint_wrapper(model.layer1)
     model.layer2 = torch.compile(model.layer2)
@@ -177,7 +171,7 @@ def with_wrapped_stages(model):
 
 WRAPPERS = {
     "compiled": lambda m: torch.compile(nn.DataParallel(m)),
-    "averaged": averaged,
+    "averaged": torch.optim.swa_utils.AveragedModel,
     "timm's average": ModelEmaV3,
     "wrapped stages": with_wrapped_stages,
 }

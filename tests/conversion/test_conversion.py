@@ -160,22 +160,6 @@ def test_options_in_conflict_are_refused_by_the_request(settings, says):
         ConversionRequest(**{"model": small_model(), **settings})
 
 
-def test_a_plan_is_approved_before_anything_changes_and_before_counts_are_measured():
-    model = small_model()
-    before = state_of(model)
-    windows = []
-
-    def refuse(planned):
-        windows.extend(layer.dilated_size for layer in planned.plan.layers)
-        raise KeyboardInterrupt
-
-    request = ConversionRequest(model=model, options=PlanOptions(dilated_size=9, scope="error"))
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(request, approve=refuse)
-    assert windows == [(9, 9)] * 3
-    assert state_of(model) == before
-
-
 def calibrated(model, folder):
     convert_(model, dilated_size=5, calibration=NOISE, held_out=())
 

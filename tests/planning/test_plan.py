@@ -13,21 +13,20 @@ from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.networks.input_tensors import InputTensor, image_inputs
 from dcls_convert.planning.plan import ConversionPlan
 
-from .nets import IMAGE, Net, plan_of
+from .nets import Net, plan_of
 
-PLANS = {
-    "gaussian, share": {"interpolation": "gaussian", "budget": "233.333333"},
-    "untied": {"tie": "none"},
-    "arguments": {"model": "timm:x", "model_args": {"size": (9, 14), "drop": 0.1, "act": None}},
-}
+IDS = InputTensor(name="ids", shape=(1, 9), dtype="int64", range=(0, 4))
+ARGUMENTS = {"model": "timm:x", "model_args": {"size": (9, 14), "drop": 0.1, "act": None}}
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_survives_json(name):
-    plan = plan_of(Net(), None if name == "untied" else IMAGE, **PLANS[name])
-    if name == "untied":
-        ids = InputTensor(name="ids", shape=(1, 9), dtype="int64", range=(0, 4))
-        plan = replace(plan, example_inputs=(ids, *image_inputs((4,))))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(Net(), interpolation="gaussian", budget="233.333333", **ARGUMENTS),
+        replace(plan_of(Net(), None, tie="none"), example_inputs=(IDS, *image_inputs((4,)))),
+    ],
+)
+def test_a_plan_survives_json(plan):
     again = ConversionPlan.from_json(plan.to_json(), "plan.json")
     assert again == plan
     assert again.to_json() == plan.to_json()

@@ -149,7 +149,12 @@ def test_images_bring_outputs_closer_for_all_kinds_of_layers(change, options, ma
     with torch.no_grad():
         before = model(unseen)
     errors = []
-    options |= {"dilated_size": 7, "budget": 60, "scope": "model", "input_size": INPUT_SIZE}
+    options = options | {
+        "dilated_size": 7,
+        "budget": 60,
+        "scope": "model",
+        "input_size": INPUT_SIZE,
+    }
     for calibration in (None, [images]):
         converted = copy.deepcopy(model)
         convert_(converted, init="fit", calibration=calibration, **options)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert import convert_
-from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.starts import counts as counts_module
 from dcls_convert.starts.counts import solve_knapsack
 
@@ -96,18 +95,18 @@ def test_scope_error_has_the_least_error_within_the_budget(budget, tie, calibrat
         assert error_of_scope["error"] < factor * error_of_scope["model"]
 
 
-# A rule is recognised by its place: the second one has the label that the first would have.
-RULES = """
-format: 1
-rules:
-  - {match: {path: "stages.1.*"}, kernel_count: 3}
-  - {name: "rules[0]", match: {kernel_size: {min: 3}}}
-"""
+RULES = {
+    "format": 1,
+    "rules": [
+        {"match": {"path": "stages.1.*"}, "kernel_count": 3},
+        {"match": {"kernel_size": {"min": 3}}},
+    ],
+}
 
 
 @pytest.mark.parametrize("tie", ["stage", "none"])
 def test_stated_counts_stay_and_the_rest_of_the_budget_is_allocated(tie):
-    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "rules": parse_rules(RULES)}
+    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "rules": RULES}
     report = convert_(three_stages(), tie=tie, scope="error", **options)
     assert {layer.kernel_count for layer in report.layers if "s.1." in layer.name} == {3}
     assert report.budget.used <= report.budget.limit
