@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from dcls_convert import find_convs, plan_conversion
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
+from dcls_convert.placing.place import make_layers
+from dcls_convert.progress import ignore_messages
 from dcls_convert.starts import moments as moments_module
 from dcls_convert.starts import solve
 from dcls_convert.starts.boxes import Box
-from dcls_convert.starts.calibrate import _solve_weights_
+from dcls_convert.starts.calibrate import _solve_weights_, measure_inputs
+from dcls_convert.starts.fit import roots_of_lines
+from dcls_convert.starts.images import Calibration
 from dcls_convert.starts.moments import InputMoments
 
 TOLERANCE = 1e-3  # the solver has a ridge, and computes in float32
@@ -75,3 +80,28 @@ def test_solved_weights_bring_outputs_as_close_as_any_and_the_error_is_stated(na
     better = torch.linalg.lstsq(matrix, change.reshape(-1, 1)).solution
     best = change.reshape(-1, 1) - matrix @ better
     assert float(change.norm()) <= (1 + TOLERANCE) * float(best.norm())
+
+
+def test_the_roots_of_a_line_measure_the_effect_of_its_error_on_the_output(monkeypatch):
+    monkeypatch.setattr(moments_module, "SAMPLES_PER_IMAGE", 10**6)
+    monkeypatch.setattr(moments_module, "KERNEL_PRIOR", 1e-6)
+    monkeypatch.setattr(moments_module, "SHARED_CORRELATION", 0)
+    torch.manual_seed(0)
+    images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
+    images = images * torch.linspace(0.5, 2, 8).reshape(8, 1, 1) + 3
+    model = nn.Sequential(nn.Conv2d(8, 8, 5, groups=2))
+    rules = {"format": 1, "rules": [{"match": {"kernel_size": 5}, "padding": "any"}]}
+    convs = find_convs(model, (8, 40, 40))
+    groups = make_layers(model, plan_conversion(convs, rules, dilated_size=9, kernel_count=4))
+    calibration = Calibration(batches=(images,))
+    statistics = measure_inputs(model, groups, calibration, ignore_messages)
+    roots = roots_of_lines(statistics.covariance_roots(groups[0]), model[0].weight, 8 * 4)
+    ratios = []
+    for line, root in enumerate(roots.of(torch.arange(8 * 4))):
+        channel = line // 16 * 4 + line % 4
+        error = torch.randn(1, 1, 5, 5)
+        output = nn.functional.conv2d(images[:, channel : channel + 1], error)
+        cost = (error.flatten() @ root).square().sum()
+        ratios.append(float(cost / output.square().mean()))
+    # The ratio itself is arbitrary, since roots are scaled to a mean of 1.
+    assert max(ratios) / min(ratios) < 1.1
