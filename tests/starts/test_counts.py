@@ -11,7 +11,8 @@ from torch import nn
 
 from dcls_convert import convert_
 from dcls_convert.starts import counts as counts_module
-from dcls_convert.starts.counts import solve_knapsack
+from dcls_convert.starts.counts import MAX_CHANNEL_PAIRS, sample_channels, solve_knapsack
+from dcls_convert.starts.fit import roots_of_lines
 
 from ..conftest import many_examples
 from .networks import INPUT_SIZE, output_error, smooth_noise
@@ -121,3 +122,15 @@ def test_the_default_scope_is_error_with_images_and_model_without():
     assert convert_(three_stages(), calibration=images, **options).plan.scope == "error"
     stated = convert_(three_stages(), calibration=images, kernel_count=4, **options)
     assert {layer.kernel_count for layer in stated.layers} == {4}
+
+
+@pytest.mark.parametrize("sizes", [(300, 1, 1), (1, 40, 40), (6, 12, 10)])
+def test_sampled_kernels_come_with_the_roots_of_their_input_channels(sizes):
+    """Each kernel, and each root, is the number of its input channel."""
+    groups, _, inputs = sizes
+    channels = torch.arange(groups * inputs)
+    kernels = channels.reshape(groups, 1, inputs).expand(sizes).reshape(-1, inputs, 1)
+    (sampled,), roots = sample_channels([kernels], channels.reshape(-1, 1, 1), groups)
+    assert MAX_CHANNEL_PAIRS <= sampled.numel() < min(kernels.numel(), 4 * MAX_CHANNEL_PAIRS)
+    assigned = roots_of_lines(roots, sampled, sampled.numel())
+    assert torch.equal(assigned.of(torch.arange(sampled.numel())).flatten(), sampled.flatten())
