@@ -2,10 +2,8 @@
 
 import json
 import re
-import shlex
 import sys
-from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,6 @@ from torch import nn
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import app
-from dcls_convert.cli.parsing import parse_keywords
-from dcls_convert.cli.shell_command import shell_command
-from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.planning.rule_files import load_rules
@@ -42,17 +37,14 @@ def test_a_conversion_writes_its_folder_and_tells_each_step():
 @pytest.mark.parametrize(
     "command", ["", *typer.main.get_command(app).commands, "rules check", "rules list"]
 )
-def test_help_fits_80_columns_and_shows_no_types_of_options(command, monkeypatch):
+def test_help_fits_80_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out, _ = run(*command.split(), "--help")
-    assert not re.search(r"<int|<float|<list|…", out)
-    flags_with_type = set(re.findall(r"--(\S+).*<bool>", out))
-    assert flags_with_type <= {"help", "install-completion", "show-completion"}  # typer's own
+    assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
 
 
 def test_help_and_version_are_answered_as_words():
-    assert run("help") == run("--help")
     assert run("help", "fold") == run("fold", "--help")
     assert run("version") == run("--version")
 
@@ -65,19 +57,8 @@ def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
     assert load_converted(f"{name}-tuned").num_classes == 1000  # the trained head stays
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(PlanOptions)])
-def test_a_planning_option_reaches_the_plan(monkeypatch, name):
-    """In both commands that plan. All other options keep the defaults of the record."""
-    values = {
-        "dilated_size": ("9x11", (9, 11)),
-        "kernel_count": ("7", 7),
-        "rules": ("depthwise", load_rules("depthwise")),
-        "scope": ("model", "model"),
-        "tie": ("none", "none"),
-        "budget": ("90.5%", 90.5),
-        "interpolation": ("gaussian", "gaussian"),
-        "strict": (None, True),
-    }
+def test_planning_options_reach_the_plan(monkeypatch):
+    """In both commands that plan; a survey has no choice of the scope."""
     planned = []
 
     def plan(request):
@@ -90,13 +71,20 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     monkeypatch.setattr(
         "dcls_convert.choosing.survey.survey", lambda _, request, **__: plan(request)
     )
-    text, value = values[name]
-    commands = [[NET], ["models", TINY]]
-    if name == "scope":  # which a survey, without weights, has no choice of
-        del commands[1]
-    for command in commands:
-        run(*command, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
-    assert planned == [replace(PlanOptions(), **{name: value})] * len(commands)
+    size = ("--dilated-size", "9x11", "--rules", "depthwise", "--strict")
+    more = ("--tie", "none", "--budget", "90.5%", "--interpolation", "gaussian")
+    run(NET, *size, *more, "--scope", "model", code=3)
+    run("models", TINY, *size, *more, code=3)
+    options = PlanOptions(
+        dilated_size=(9, 11),
+        rules=load_rules("depthwise"),
+        scope="model",
+        tie="none",
+        budget=90.5,
+        interpolation="gaussian",
+        strict=True,
+    )
+    assert planned == [options, replace(options, scope="auto")]
 
 
 def test_macs_within_the_limit_are_accepted():
@@ -109,12 +97,8 @@ def test_macs_within_the_limit_are_accepted():
 
 def test_an_output_that_exists_is_refused_before_anything_is_converted(monkeypatch):
     run(NET, *SMALL, "--dilated-size", "9", "--quiet")
-    Path("w.pth").touch()
     monkeypatch.setattr("dcls_convert.conversion.convert.build_network", None)
     assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
-    for force in ([], ["--force"]):
-        err = run(NET, *SMALL, "--output", "w.pth", *force, code=2)[1]
-        assert "output w.pth is a file, not a folder" in err
 
 
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
@@ -191,19 +175,6 @@ def test_arguments_of_the_model_are_stored_and_rebuild_the_same_network():
     assert "argument pretrained_cfg is not allowed" in err
 
 
-def test_a_command_is_parsed_as_it_is_written():
-    keywords = {"depths": [1, 2], "act_layer": "relu", "pool": "avg max", "norm": None}
-    options = PlanOptions(rules=load_rules("depthwise"), strict=True, tie="none")
-    request = ConversionRequest(
-        model="timm:net", weights=Path("epoch 1.0"), model_kwargs=keywords, options=options
-    )
-    words = shlex.split(shell_command(request, command="sweep", dilated_size=(17, 9), budget=None))
-    assert words[:5] == ["dcls-convert", "sweep", "timm:net", "--checkpoint", "epoch 1.0"]
-    assert parse_keywords(words[6:10]) == keywords
-    more = ["--rules", "depthwise", "--strict", "--dilated-size", "17x9", "--tie", "none"]
-    assert words[10:] == more
-
-
 def test_rules_commands():
     names = set(json.loads(run("rules", "list", "--json")[0])["rules"])
     assert names == {line.split()[0] for line in run("rules", "list")[0].splitlines()}
@@ -213,13 +184,4 @@ def test_rules_commands():
     assert checked["rules"] == ["depthwise"]
     assert checked["claims"]["by_rule"] == [4]
     assert checked["claims"]["no_rule"] == 1
-    Path("three.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 3}]")
-    out, _ = run("rules", "check", "three.yaml", "--model", "mobilenetv3_small_050")
-    kernels = Counter(
-        module.kernel_size
-        for module in timm.create_model("mobilenetv3_small_050").modules()
-        if isinstance(module, nn.Conv2d) and module.groups > 1
-    )
-    assert f"rules[0]: converts {kernels[3, 3]} of" in out
-    assert f"cannot be converted: {kernels[5, 5]}" in out
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"

@@ -4,7 +4,6 @@ writes nothing.
 A row of the tables is one kind of mistake: the input, and what the line must say about it.
 """
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -17,8 +16,6 @@ from dcls_convert.text import shortened
 from ..command_line import NET, run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw
 
-MISTAKE = 2
-NOTHING_MATCHES = 3
 SMALL = ("--input-size", "3x32x32")  # for speed
 # If an option is repeated, its last value counts.
 SIZED = (NET, *SMALL, "--dilated-size", "17")
@@ -40,10 +37,10 @@ def snapshot():
     }
 
 
-def refused(*arguments, says, code=MISTAKE):
+def refused(*arguments, says, code=2):
     """Check that `dcls-convert` refuses in one line and changes no file; return that line.
 
-    It must match `says`, a text or a pattern. With --json, stdout has it as well.
+    It must match `says`, a text or a pattern.
     """
     before = snapshot()
     out, err = run(*arguments, code=code)
@@ -51,7 +48,7 @@ def refused(*arguments, says, code=MISTAKE):
     lines = err.splitlines()
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], err
     assert "Traceback" not in err
-    assert out == "" or json.loads(out)["error"] == lines[-1].removeprefix("error: ")
+    assert out == ""
     pattern = says if isinstance(says, re.Pattern) else re.escape(says)
     assert re.search(pattern, lines[-1]), err
     return lines[-1]
@@ -70,25 +67,21 @@ def table(rows):
         f"sweep {NET} --sizes 9 13": (
             "(13); a list is written with commas: dcls-convert sweep MODEL --sizes 9,13."
         ),
-        f"{NET} --mean 0.5 0.4 0.3": "(0.4 0.3); a list is written with commas",
+        f"sweep {NET} --sizes 23..7": "runs backwards; give 7..23",
+        f"sweep {NET} --sizes 7 --counts 3 --budgets 50": "counts and budgets exclude each other",
         f"{NET} {NET}": re.compile(r"extra argument.*\)\. Try"),
         "fold .": ".: is not a checkpoint; it has neither config.json nor model.safetensors",
         # MODEL
         "''": "model '' has no name",
-        "'test_convnext\n'": re.compile(r"no model 'test_convnext\\n'.* mean 'test_convnext'"),
         "timm:resnet18.nope": re.compile("timm:resnet18.nope: cannot be built.*nope"),
         "torchvision:resnet81": "'torchvision:resnet81' (did you mean 'resnet18'",
         "my/weights.pth": "is a weights file; name its model, and add --checkpoint ",
         r"C:\\nets\\mine": "is a path; a folder in timm's format is local-dir:",
-        "facebook/convnext": "a model on the hub is hf-hub:facebook/convnext",
-        "my/module.py:build": "name the module, not its file: my.module:build",
-        "dcls_convert": re.compile("no model 'dcls_convert'|not a model by itself"),
         "os:nothing": "module 'os' has no function 'nothing'",
         "hf-hub:timm/nope-nope --dry-run": re.compile(
             "hf-hub:timm/nope-nope.*not in the local cache"
         ),
         # Options that a model of the user's own does not take.
-        f"{OWN} --num-classes 3": "unexpected keyword argument 'num_classes'",
         f"{OWN} --pretrained": "pretrained weights are for models of timm and torchvision",
         f"{OWN} --input-size 4x9x9": re.compile("input size 4x9x9, .*hannel"),
     }
@@ -97,9 +90,8 @@ def test_a_wrong_command_line_is_refused(user_input, says):
     refused(*shlex.split(user_input), says=says)
 
 
-@pytest.mark.parametrize("user_input", [[], ["rules"]], ids=["dcls-convert", "dcls-convert rules"])
-def test_nothing_at_all_shows_the_help(user_input):
-    out, err = run(*user_input, code=2)
+def test_nothing_at_all_shows_the_help():
+    out, err = run(code=2)
     assert err == ""
     assert "Usage: " in out
 
@@ -107,7 +99,6 @@ def test_nothing_at_all_shows_the_help(user_input):
 @table(
     {
         "def build(:": re.compile("mymodel:build.*SyntaxError.*mymodel.py, line 1"),
-        "1 / 0": "ZeroDivisionError: division by zero",
         "import sys\ndef build(): sys.exit(7)": re.compile("mymodel:build.*SystemExit"),
         "from torch import nn\ndef build(): return nn.Linear": (
             "returns a type, not a torch.nn.Module"
@@ -120,18 +111,10 @@ def test_a_factory_of_the_users_own_that_fails(user_input, says):
     refused("mymodel.build", says="a function of your own is mymodel:build")
 
 
-@table(
-    {
-        "": "local-dir:folder: cannot be built: FileNotFoundError",
-        "{}": "local-dir:folder: its config.json names no architecture",
-        '{"architecture": "dcls_convert"}': '"dcls_convert" is not a model by itself',
-        '{"architecture": "test_convnext"}': "pretrained weights cannot be loaded",
-    }
-)
-def test_local_folders(user_input, says):
+def test_a_local_folder_without_an_architecture():
     Path("folder").mkdir()
-    if user_input:
-        Path("folder/config.json").write_text(user_input)
+    Path("folder/config.json").write_text("{}")
+    says = "local-dir:folder: its config.json names no architecture"
     refused("local-dir:folder", "--pretrained", says=says)
 
 
@@ -140,25 +123,29 @@ def test_a_converted_model_is_not_converted_again():
     refused("local-dir:done", says="the model is converted already: it has 9 DCLS layers")
 
 
-NO_SIZE = (
-    "is not a size: give an integer from 1 to 9999 such as 17, sides such as 17x9, "
-    "or a growth such as +4"
-)
-NO_INPUT = "is not an input size: give channels and sides from 1 to 9999, such as 3x224x224"
-NO_COUNT = "is not an integer from 1 to 1000000000, or auto"
-NO_NUMBERS = ["", "1_0", " 17 ", "\uff11\uff17", "-1", "1e3", "nan", "9" * 5000]
-
-
 @pytest.mark.parametrize(
     ("option", "values", "allowed"),
     [
-        ("--dilated-size", ["17x", "17x0", "17.0", "17x17x17x17", "10000", "+0"], NO_SIZE),
-        ("--input-size", ["3", "0x9x9", "3x1x1x1x1", "3,9,9", "3x10000x9"], NO_INPUT),
-        ("--kernel-count", ["0", "AUTO", "1000000001"], NO_COUNT),
+        (
+            "--dilated-size",
+            ["", "1_0", "17x", "17x0", "\uff11\uff17", "9" * 5000],
+            "is not a size: give an integer from 1 to 9999 such as 17, sides such as 17x9, "
+            "or a growth such as +4",
+        ),
+        (
+            "--input-size",
+            ["3", "0x9x9", "3x1x1x1x1"],
+            "is not an input size: give channels and sides from 1 to 9999, such as 3x224x224",
+        ),
+        (
+            "--kernel-count",
+            ["0", "nan", "1000000001"],
+            "is not an integer from 1 to 1000000000, or auto",
+        ),
     ],
 )
 def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, allowed):
-    for value in [*NO_NUMBERS, *values]:
+    for value in values:
         says = f"Invalid value for '{option}': '{shortened(value)}' {allowed}"
         refused(NET, option, value, says=says)
 
@@ -169,28 +156,19 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--seed a": "Invalid value for '--seed': Input should be a valid integer",
         "--scope nope": "Invalid value for '--scope': 'nope' is not one of 'auto', 'model'",
         "--model-kwargs size": "--model-kwargs: 'size' is not KEY=VALUE",
-        "--model-kwargs size=7 size=9": "--model-kwargs: size is stated twice",
         "--model-kwargs size={7}": "a value is a number, a text, True, False, None, or a list",
-        "--model-kwargs num_classes=7 --num-classes 7": "num_classes is stated twice",
-        "--dilated-size 17x17x17": (
-            "stages.0.1: the size 17x17x17 is for 3-D, this convolution is 2-D"
-        ),
         "--input-size 3x1x1": (
             "input size 3x1x1, as (channels, *spatial): the model does not run at 3x1x1: "
         ),
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
-        "--checkpoint /": "checkpoint /: this folder has no file of weights",
-        "--plan nowhere": "nowhere: is not a folder",
         "--plan . --budget 90": "a plan is applied unchanged; omit the planning options",
         "-q -v": "--quiet and --verbose exclude each other",
         "--max-macs +10%": re.compile(
             r"\+\d+\.\d+ % MACs; --max-macs allows \+10 %; .* dcls-convert sweep \S+net"
         ),
-        "--max-macs -5": "'-5' is not a percentage such as +50%",
         "--output foreign --force": re.compile(
             "output foreign holds 'data.txt'.* it is left as it is"
         ),
-        "--output ''": "output .: name a new folder, not one that is there already",
         "--output foreign/data.txt/x": "data.txt is not a folder",
     }
 )
@@ -217,10 +195,4 @@ def test_what_a_message_advises_works(user_input, says):
 
 def test_a_model_in_which_nothing_matches():
     says = re.compile("it has 4 depthwise 7x7, .*; rules 'depthwise' would match 4")
-    refused(NET, "--rules", "conv3x3", says=says, code=NOTHING_MATCHES)
-    refused("rules", "check", "conv3x3", "--model", NET, says=says, code=NOTHING_MATCHES)
-    Path("mymodel.py").write_text(
-        "from torch import nn\ndef build(): return nn.ConvTranspose2d(3, 8, 3)"
-    )
-    says = "it has 1 ConvTranspose2d (transposed convolution)"
-    refused("mymodel:build", says=says, code=NOTHING_MATCHES)
+    refused(NET, "--rules", "conv3x3", says=says, code=3)

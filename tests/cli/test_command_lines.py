@@ -5,7 +5,6 @@ and leave nothing behind.
 import importlib
 import shlex
 import shutil
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,14 +12,12 @@ import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from dcls_convert.cli.app import app
 from dcls_convert.export.formats import EXPORT_FORMATS
 
-from ..command_line import run_to_end
+from ..command_line import NET, net, run_to_end
 
-OWN = f"{__name__}:build"
 FOLDERS = ["good", "empty", "nowhere", "file", "mine", "out", "out\x1b[31m", "out\nput"]
 PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "picture.png"])
 WORDS = st.sampled_from(
@@ -30,37 +27,24 @@ TEXTS = st.text(max_size=20).map(
     lambda text: text.replace("\0", "").replace("../", "./").replace(":", ";")
 )
 # Options that are slow, belong to typer, or run code.
-NEVER = {
-    "--pretrained",
-    "--jobs",
-    "--install-completion",
-    "--show-completion",
-    "--help",
-    "--trust-code",
-}
+NEVER = set(
+    "--pretrained --jobs --install-completion --show-completion --help --trust-code".split()
+)
 EXPORTERS = {name for name, row in EXPORT_FORMATS.items() if row.is_file}  # they compile code
 REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force
 RIGHT = [
-    f"convert {OWN} --dilated-size 9 --input-size 3x32x32 --output out",
-    f"convert {OWN} --rules rules.yaml --checkpoint weights.pth --init random --quiet",
-    f"convert {OWN} --plan good --dry-run --json",
+    f"convert {NET} --dilated-size 9 --input-size 3x32x32 --output out",
+    f"convert {NET} --rules rules.yaml --checkpoint weights.pth --init random --quiet",
+    f"convert {NET} --plan good --dry-run --json",
     "fold good --trust-code --output out",
     "inspect good --picture picture.png",
-    f"sweep {OWN} --sizes 7,9 --input-size 3x32x32",
+    f"sweep {NET} --sizes 7,9 --input-size 3x32x32",
     "verify good",
     "models nope",  # some patterns take minutes
     "rules list",
     "rules show depthwise",
-    f"rules check rules.yaml --model {OWN}",
+    f"rules check rules.yaml --model {NET}",
 ]
-
-
-def build():
-    """A network of the user's own that converts in no time."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)]
-    )
 
 
 def options_of(line):
@@ -78,9 +62,7 @@ def values_of(option):
     choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
     if choices:
         return st.sampled_from(choices) | TEXTS
-    if Path in (annotation, *get_args(annotation)):
-        return PATHS | TEXTS
-    return WORDS | TEXTS
+    return PATHS | WORDS | TEXTS
 
 
 @st.composite
@@ -94,7 +76,7 @@ def command_lines(draw):
                 line.append(draw(values_of(option)))
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         index = draw(st.integers(0, len(line) - 1))
-        if line[index] not in (OWN, "nope"):
+        if line[index] not in (NET, "nope"):
             line[index : index + 1] = draw(
                 st.sampled_from([[], [draw(PATHS | WORDS | TEXTS)], line[index:][:1] * 2])
             )
@@ -117,7 +99,7 @@ def original(tmp_path_factory):
     (root / "rules.yaml").write_text(
         "format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n"
     )
-    torch.save(build().state_dict(), root / "weights.pth")
+    torch.save(net().state_dict(), root / "weights.pth")
     return root
 
 

@@ -23,14 +23,10 @@ def test_a_shell_completes_commands_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("typed", "words"),
     {
-        "m": {"models"},
-        "mo": {"models"},
         "mob": {"mobilenetv3_small_050", "mobilenet_v2"},
         "--ver": {"--version", "--verbose"},
-        "timm:convnext_ti": {"timm:convnext_tiny"},
         "convnext_tiny --rules dep": {"depthwise"},
         "inspect mo": set(),  # files, which shells complete themselves
-        "rules check c": {"conv3x3"},
         "rules check depthwise --model torchvision:vgg11_": {"torchvision:vgg11_bn"},
     }.items(),
 )
@@ -38,7 +34,5 @@ def test_what_is_completed_where(monkeypatch, typed, words):
     typed_in(monkeypatch, f"dcls-convert {typed}")
     completions = run()[0].split()
     assert words <= set(completions)
-    last = typed.split()[-1]
-    assert all(word.startswith(last) for word in completions)
-    assert len(set(completions)) == len(completions)
+    assert all(word.startswith(typed.split()[-1]) for word in completions)
     assert words or not completions

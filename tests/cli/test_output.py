@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.text import Text
 from torch import nn
 
 from dcls_convert.checkpoints.load import load_converted
@@ -50,18 +49,17 @@ def plain():
     )
 
 
-OPTIONS = (f"--{EVIL}", "--scope", "--dilated-size", "--output", "--checkpoint", "--rules")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        *[[OWN, "--dry-run", option] for option in ("--verbose", "--json")],
+        [OWN, "--dry-run", "--verbose"],
+        [OWN, "--dry-run", "--json"],
         [OWN, "--dry-run", "--rules", "evil.yaml", "--verbose"],
         ["rules", "check", "evil.yaml", "--model", OWN],
         ["rules", "show", "evil.yaml"],
-        *[["convert", f"timm:{EVIL}", "--dry-run"], ["models", EVIL], ["inspect", EVIL]],
-        *[[OWN, option, EVIL, "--quiet"] for option in OPTIONS],
+        ["models", EVIL],
+        [OWN, "--output", EVIL, "--quiet"],
+        [OWN, f"--{EVIL}", "9"],
     ],
 )
 def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
@@ -69,11 +67,6 @@ def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
     assert exit_code(*arguments) in (0, 2)
     for text in capsys.readouterr():
         assert {character for character in text if not character.isprintable()} <= {"\n"}, text
-
-
-def test_what_a_view_does_not_escape_is_escaped_when_it_is_printed(capsys):
-    console.show(Text(EVIL))
-    assert capsys.readouterr().out.removesuffix("\n").isprintable()
 
 
 def talkative():
@@ -87,15 +80,11 @@ def test_what_libraries_print_is_not_in_the_results():
     assert "Downloading" in err
 
 
-# What stdout can take.
-
-
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
-def test_a_stdout_of_any_encoding_gets_the_report(monkeypatch, encoding):
+def test_a_stdout_of_any_encoding_gets_the_report(monkeypatch):
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert exit_code(PLAIN, "--output", "out") == 0
-    text = written.getvalue().decode(encoding)
+    text = written.getvalue().decode("ascii")
     assert "3x3 ? 5x5" in text  # an arrow
     assert "Wrote out, from random initialisation" in text
 
@@ -110,16 +99,12 @@ def closed_pipe():
     ("stdout", "says"),
     [
         (lambda: open("/dev/full", "w"), "No space left on device"),
-        (
-            lambda: io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True),
-            "No space left on device",
-        ),
         (lambda: None, "stdout is closed"),
         (closed_pipe, None),
     ],
-    ids=["full", "full, unbuffered", "closed", "pipe"],
+    ids=["full", "closed", "pipe"],
 )
-@pytest.mark.parametrize("options", [[], ["--json"], ["--quiet"]], ids=" ".join)
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=" ".join)
 def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(
     capsys, monkeypatch, stdout, says, options
 ):
@@ -140,37 +125,21 @@ def test_a_name_that_is_not_utf8_comes_out_as_it_is(monkeypatch):
     assert written.getvalue() == b"a\xff\xe2\x98\x83\n"
 
 
-# Errors, and bugs.
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
         ([PLAIN, "--scope", "nope"], "usage"),
-        ([PLAIN, "--quiet", "--verbose"], "usage"),
         (["nomodel"], "model"),
-        ([PLAIN, "--rules", "nope"], "rule"),
         ([PLAIN, "--rules", "depthwise"], "nothing_matches"),
         ([PLAIN, "--dilated-size", "4"], "plan"),
         (["verify", "nowhere"], "checkpoint"),
-        ([PLAIN, "--output", "folder"], "output_exists"),
     ],
 )
 def test_an_error_is_an_object_with_a_kind_where_json_is_asked_for(arguments, kind):
-    Path("folder").mkdir()
     code = 3 if kind == "nothing_matches" else 2
     out, err = run(*arguments, "--json", code=code)
     line = err.splitlines()[-1].removeprefix("error: ")
     assert json.loads(out) == {"error": line, "kind": kind, "exit_code": code}
-
-
-def test_problems_that_verify_finds_are_the_one_object():
-    run(PLAIN, "--output", "out", "--input-size", "3x32x32")
-    weights = Path("out/model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    out, err = run("verify", "out", "--json", "--trust-code", code=2)
-    assert json.loads(out)["ok"] is False
-    assert "problems found" in err
 
 
 def test_a_bug_is_one_line_with_exit_code_1_and_a_traceback_on_demand(monkeypatch):
@@ -185,38 +154,20 @@ def test_a_bug_is_one_line_with_exit_code_1_and_a_traceback_on_demand(monkeypatc
         main([PLAIN])
 
 
-# Signals.
-
-
-def interrupted(error=None):
-    """Build a model as a library that swallows the KeyboardInterrupt, or raises `error` instead."""
+def interrupted():
+    """Build a model as a library that swallows the KeyboardInterrupt."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
-    if error:
-        raise error
     return plain()
 
 
-def interrupted_with_another_error():
-    return interrupted(RuntimeError("as C++ code raises"))
-
-
-@pytest.mark.parametrize("factory", [interrupted, interrupted_with_another_error])
-def test_no_library_takes_an_interrupt_away(factory):
-    err = run(f"{__name__}:{factory.__name__}", "--quiet", "--output", "out", code=143)[1]
+def test_no_library_takes_an_interrupt_away():
+    err = run(f"{__name__}:interrupted", "--quiet", "--output", "out", code=143)[1]
     assert err.splitlines() == ["error: interrupted"]
     assert not Path("out").exists()
 
 
-def signalled():
-    """Build a model, while signals arrive."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.raise_signal(number)
-    return plain()
-
-
 def test_signals_that_were_ignored_stay_ignored():
     # As nohup does, and a shell for background jobs.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert exit_code(f"{__name__}:interrupted", "--output", "out", "--quiet") == 0

@@ -56,17 +56,9 @@ def start(folder, environment):
         "OMP_NUM_THREADS": "1",
         "SOURCE_DATE_EPOCH": str(len(folder.name)),
     }
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))
-    }
     command = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**inherited, **changed, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, **changed, **environment}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def written(folder):
