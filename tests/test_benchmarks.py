@@ -1,6 +1,5 @@
 """Benchmarks: documents show the stored results, and what is timed computes the same."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +42,3 @@ def test_constructions_that_are_timed_give_the_same_kernels():
 def test_all_that_scripts_import_of_the_package_is_there(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{BENCHMARKS}:{BENCHMARKS.parent}")
     run("-c", IMPORT_ALL, *sorted(BENCHMARKS.glob("*.py")))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
-def test_the_host_time_of_a_layer_is_measured_without_a_gpu():
-    pytest.importorskip("triton")
-    printed = run(BENCHMARKS / "gpu_host.py", "--rounds", "1")
-    assert printed.startswith("launches of the layer's step: 8\n")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -63,9 +62,6 @@ def shown(record):
     return " ".join(text.split())
 
 
-# What a report says.
-
-
 def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
     text = shown(convert_(unet(), dilated_size=7))
     assert "MACs were not counted: no input size is known" in text
@@ -96,9 +92,6 @@ def test_batches_are_compared_by_outputs_and_masks_have_no_class():
     assert "calibration=images" not in text
 
 
-# A sweep.
-
-
 def test_a_sweep_leaves_the_model_alone_and_recommends_what_convert_does():
     model = unet()
     before = state_of(model)
@@ -114,63 +107,33 @@ def test_a_sweep_leaves_the_model_alone_and_recommends_what_convert_does():
     assert (report.params.after, report.macs.after) == (recommended.params, recommended.macs)
 
 
-# NumPy's numbers.
-
-
-def network(*, width=8):
+def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, width, 1), nn.Conv2d(width, width, 3, padding=1))
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1))
 
 
 @pytest.mark.parametrize(
     ("options", "same"),
     [
         ({"dilated_size": np.array([5, 5])}, {"dilated_size": (5, 5)}),
-        ({"dilated_size": np.str_("+2")}, {"dilated_size": "+2"}),
-        ({"dilated_size": np.int64(5), "kernel_count": np.int64(3)}, {"kernel_count": 3}),
+        ({"kernel_count": np.int64(3)}, {"kernel_count": 3}),
         ({"seed": np.int64(3), "budget": np.float32(90)}, {"seed": 3, "budget": 90}),
-        ({"input_size": np.array(SIZE)}, {}),
     ],
     ids=str,
 )
-def test_numbers_of_numpy_are_numbers(options, same, tmp_path):
+def test_numbers_of_numpy_are_numbers(options, same):
     default = {"dilated_size": 5, "input_size": SIZE, "init": "random"}
-    of_numpy, plain = network(width=np.int64(8)), network()
+    of_numpy, plain = network(), network()
     report = convert_(of_numpy, **{**default, **options})
     assert report.plan == convert_(plain, **{**default, **same}).plan
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(of_numpy.state_dict()[name], tensor)
-    dcls_convert.save_converted(of_numpy, report.plan, tmp_path / "folder")
+    assert torch.equal(of_numpy[1].positions, plain[1].positions)
+    assert report.plan.from_json(report.plan.to_json(), "plan") == report.plan
 
 
-@pytest.mark.parametrize("name", ["dilated_size", "kernel_count", "seed", "input_size"])
-def test_booleans_and_fractions_of_numpy_are_no_integers(name):
-    for value in (np.bool_(True), np.float64(5)):
-        with pytest.raises(PlanError):
-            convert_(network(), **{"dilated_size": 5, "input_size": SIZE, name: value})
-
-
-def test_arguments_of_a_library_model_may_be_numbers_of_numpy():
-    model = timm.create_model("test_resnet", num_classes=np.int64(3))
-    plan = convert_(model, dilated_size=7, init="random", input_size=(3, 32, 32)).plan
-    assert plan.from_json(plan.to_json(), "plan") == plan
-    assert plan.model_args["num_classes"] == 3
-
-
-def test_sweeping_and_layers_take_numbers_of_numpy():
+def test_a_sweep_takes_numbers_of_numpy():
     sizes, counts = np.array([5, 7]), np.array([2, 3])
     result = dcls_convert.sweep(network(), sizes, counts=counts, input_size=np.array(SIZE))
     assert result == dcls_convert.sweep(network(), [5, 7], counts=[2, 3], input_size=SIZE)
-    with pytest.raises(PlanError, match="sizes=5 must be a list"):
-        dcls_convert.sweep(network(), np.int64(5))
-    one, two, three, five = np.arange(6)[[1, 2, 3, 5]]
-    layer = dcls_convert.DclsConv2d(
-        two, two, kernel_count=three, dilated_kernel_size=(five, 5), padding=two, groups=one
-    )
-    assert layer(torch.zeros(1, 2, 8, 8)).shape == (1, 2, 8, 8)
-
-
-# Mistakes.
 
 
 def test_a_size_at_which_the_model_does_not_run_is_an_error_and_changes_nothing():
@@ -195,13 +158,10 @@ def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
         convert_(unet(trained=False), **options, init="random")
 
 
-# What is given for a model, and what it is called.
 WRONG_MODELS = {
     "a OrderedDict": lambda: unet().state_dict(),
-    "a generator": lambda: unet().parameters(),
     "the class UNet": lambda: UNet,
     "the text 'folder'": lambda: Path("folder"),  # a network built for a name would be lost
-    "a NoneType": lambda: None,
 }
 FRONT_DOORS = {
     "convert_": convert_,
@@ -227,34 +187,15 @@ def test_what_is_no_model_is_refused_by_every_front_door(front_door):
             FRONT_DOORS[front_door](make())
 
 
-def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
+def test_what_is_given_in_place_of_a_plan_or_a_folder_is_refused():
     model = unet()
     report = convert_(unet(), dilated_size=9, init="random")
-    give_plan = "give a ConversionPlan, such as plan_conversion(...) or report.plan"
-    from_report = f"plan: found a ConversionReport; {give_plan}"
-    mistakes = [
-        (lambda: dcls_convert.apply_plan_(model, report), from_report),
-        (lambda: dcls_convert.predict_report(report), from_report),
-        (lambda: dcls_convert.predict_report("x"), f"plan: found the text 'x'; {give_plan}"),
-        (
-            lambda: dcls_convert.plan_conversion(model),
-            "convs: found a UNet; give a ModelConvs, such as find_convs(...)",
-        ),
-        (
-            lambda: dcls_convert.tuning.PositionTracker(model, optimizer=model),
-            "optimizer: found a UNet; give a torch.optim.Optimizer",
-        ),
-        (
-            lambda: dcls_convert.load_converted("folder", model=UNet),
-            "model: found the class UNet; give a torch.nn.Module, such as timm.create_model(...) "
-            "or load_converted(folder)",
-        ),
-        (
-            lambda: dcls_convert.save_converted(model, "out", report.plan),
-            "folder: found a ConversionPlan; give a Path",
-        ),
-    ]
-    for call, says in mistakes:
-        with pytest.raises(DclsConvertError) as refused:
-            call()
-        assert str(refused.value) == says
+    from_report = "plan: found a ConversionReport; give a ConversionPlan, such as plan_conversion"
+    with pytest.raises(DclsConvertError, match=from_report):
+        dcls_convert.apply_plan_(model, report)
+    with pytest.raises(DclsConvertError, match=from_report):
+        dcls_convert.predict_report(report)
+    with pytest.raises(DclsConvertError, match="convs: found a UNet; give a ModelConvs"):
+        dcls_convert.plan_conversion(model)
+    with pytest.raises(DclsConvertError, match="folder: found a ConversionPlan; give a Path"):
+        dcls_convert.save_converted(model, "out", report.plan)

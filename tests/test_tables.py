@@ -46,16 +46,6 @@ def test_what_is_shown_fits(name, limit):
 
 
 @many_examples
-@given(st.text("abz019._-", min_size=61, max_size=80), st.integers(5, 60))
-def test_a_long_name_keeps_both_ends(name, limit):
-    text = shortened(name, limit)
-    kept = (limit - len("...")) // 2
-    assert len(text) == limit
-    assert text.startswith(name[:kept])
-    assert text.endswith(name[-kept:])
-
-
-@many_examples
 @given(ROWS, st.integers(0, 60))
 def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
     rows = [*rows, ("long" * 20, 1_000_000_000)]
