@@ -100,22 +100,17 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
 @pytest.mark.parametrize(
     ("line", "code", "printed"),
     [
-        ("--help", 0, "Usage"),
         ("--version", 0, f"dcls-convert {dcls_convert.__version__}"),
         ("convert --help", 0, "--dilated-size"),
         ("rules list", 0, "depthwise"),
-        ("inspect tests --picture x.gif", 2, "must end in .png, .svg, .pdf"),
         ("fold nowhere", 2, "nowhere: is not a folder"),
-        ("sweep resnet18 --sizes 23..7", 2, "give 7..23"),
-        ("resnet18 --init fit", 2, "init 'fit' needs trained weights"),
         ("resnet18 --output /tmp", 2, "output /tmp already exists"),
-        ("resnet18 --pretrained --calibrate nowhere", 2, "nowhere: there is no such folder"),
     ],
 )
 def test_the_command_line_answers_without_torch(line, code, printed):
     done, modules = imported_by("-m", "dcls_convert", *line.split())
     assert "dcls_convert.cli.app" in modules
-    slow = {"numpy", "yaml"} if "help" in line or line == "--version" else set()
+    slow = {"numpy", "yaml"} if "help" in line or "version" in line else set()
     assert modules & {"torch", "timm", "torchvision", *slow} == set()
     assert done.returncode == code
     assert printed in (done.stdout if code == 0 else done.stderr)

@@ -39,9 +39,7 @@ def groups_of(optimizer, model):
 @pytest.mark.parametrize(
     "options",
     [
-        {"layer_decay_min_scale": 0.0},
         {"layer_decay": 0.7, "layer_decay_min_scale": 0.2},
-        {"filter_bias_and_bn": False},
         {"opt": "muon"},
     ],
     ids=str,
@@ -61,13 +59,6 @@ def test_all_parameters_except_positions_are_grouped_as_by_timm(options):
             assert scale / 5 in map(pytest.approx, scales)
         else:
             assert (scale, weight_decay) == stock[name][1:]
-
-
-def test_models_without_dcls_are_left_to_timm():
-    plain = converted("no dcls")
-    options = {"opt": "adamw", "lr": 0.1, "weight_decay": 0.05}
-    ours = groups_of(creating()(plain, **options), plain)
-    assert ours == groups_of(create_optimizer_v2(plain, **options), plain)
 
 
 # Adam divides by roots of small gradients, which amplifies rounding errors of 1e-16.
