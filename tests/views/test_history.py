@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def edited(lines, **fields):
     return lines
 
 
-@pytest.mark.parametrize("value", [-1, "</script>\x1b[31m", [], 1e41, math.nan])
+@pytest.mark.parametrize("value", [-1, "</script>\x1b[31m", math.nan])
 def test_a_damaged_record_is_refused_in_one_line(tracked, tmp_path, value):
     path = write(tmp_path / "damaged.jsonl", edited(tracked[2], spread=value))
     with pytest.raises(CheckpointError) as refused:
@@ -68,19 +67,9 @@ def test_a_damaged_record_is_refused_in_one_line(tracked, tmp_path, value):
     assert str(refused.value).isprintable()
 
 
-def test_any_valid_numbers_are_drawn(tracked, tmp_path):
-    model, plan, lines = tracked
-    path = write(tmp_path / "odd.jsonl", edited(lines, spread=1e40, speed=None, border_share=0))
-    assert draw(plan, model.state_dict(), ".svg", read_history(path, plan)).startswith(b"<?xml")
-
-
-@pytest.mark.parametrize(
-    "net", [nn.Conv2d(4, 4, 3), depthwise(2), nn.Sequential(OrderedDict([("10", depthwise(1)[0])]))]
-)
-def test_the_record_of_another_model_is_refused(tracked, tmp_path, net):
-    if not isinstance(net, nn.Conv2d):
-        convert_module(net, (4, 16, 16), 9, tie="none")
-    PositionTracker(net, tmp_path / "positions.jsonl").update(0)
+def test_the_record_of_another_model_is_refused(tracked, tmp_path):
+    other, _ = convert_module(depthwise(2), (4, 16, 16), 9, tie="none")
+    PositionTracker(other, tmp_path / "positions.jsonl").update(0)
     with pytest.raises(CheckpointError, match="is a record of another model; it follows "):
         read_history(tmp_path / "positions.jsonl", tracked[1])
 
@@ -104,14 +93,16 @@ def test_curves_are_those_of_the_training(tracked, tmp_path):
     assert border.lines[0].get_ydata()[2] > border.lines[0].get_ydata()[0]
 
 
-def test_a_speed_between_unknown_speeds_is_drawn(tracked, tmp_path):
-    """A run that is resumed twice, an epoch apart, has such a speed."""
-    first, second, third = edited(tracked[2], speed=None)
-    second["positions"][NAME]["speed"] = 0.5
-    speed, *_ = panels_of(tracked, tmp_path / "resumed.jsonl", [first, second, third])
+def test_a_single_speed_and_any_valid_number_are_drawn(tracked, tmp_path):
+    """A run that is resumed twice, an epoch apart, has a speed between unknown ones."""
+    model, plan, lines = tracked
+    lines = edited(lines, spread=1e40, speed=None)
+    lines[1]["positions"][NAME]["speed"] = 0.5
+    speed, *_ = panels_of(tracked, tmp_path / "resumed.jsonl", lines)
     (curve,) = speed.lines
     assert curve.get_marker() == "."  # a line would not show it
-    assert [height for height in curve.get_ydata() if height == height] == [0.5]
+    history = read_history(tmp_path / "resumed.jsonl", plan)
+    assert draw(plan, model.state_dict(), ".svg", history).startswith(b"<?xml")
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -124,19 +115,3 @@ def test_axes_say_what_they_show_and_cut_no_curve(tracked, tmp_path, steps):
         assert bottom == 0
         assert top > 1.04 * max(filter(math.isfinite, curve.get_ydata()), default=0)
         assert all(tick == round(tick) for tick in panel.get_xticks())
-
-
-def test_every_curve_has_a_colour_of_its_own_and_the_legend_covers_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("dcls_convert.views.plot.MAX_TENSORS", 2)  # others take time alone
-    model, plan = convert_module(depthwise(20), (4, 16, 16), 9, tie="none")
-    PositionTracker(model, tmp_path / "positions.jsonl").update(0)
-    history = read_history(tmp_path / "positions.jsonl", plan)
-    figure = make_figure(plan, model.state_dict(), history)
-    figure.draw_without_rendering()
-    curves = figure.subfigs[1]
-    (legend,) = curves.legends
-    assert [text.get_text() for text in legend.get_texts()] == [str(index) for index in range(20)]
-    lowest = min(panel.get_tightbbox().y0 for panel in curves.axes)
-    assert legend.get_window_extent().y1 <= lowest
-    colours = {tuple(line.get_color()) for line in curves.axes[0].lines}
-    assert len(colours) == 20
