@@ -37,12 +37,7 @@ def groups_of(optimizer, model):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"layer_decay": 0.7, "layer_decay_min_scale": 0.2},
-        {"opt": "muon"},
-    ],
-    ids=str,
+    "options", [{"layer_decay": 0.7, "layer_decay_min_scale": 0.2}, {"opt": "muon"}], ids=str
 )
 def test_all_parameters_except_positions_are_grouped_as_by_timm(options):
     tiny = converted("tied")

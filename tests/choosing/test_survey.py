@@ -38,11 +38,6 @@ def request(**options):
     return ConversionRequest(model="*", options=PlanOptions(**options), dry_run=True)
 
 
-@pytest.fixture
-def _known(monkeypatch):
-    monkeypatch.setattr("dcls_convert.choosing.survey.registry_names", lambda: KNOWN)
-
-
 @pytest.mark.parametrize(
     ("pattern", "names"),
     {
@@ -52,12 +47,11 @@ def _known(monkeypatch):
         "[rv]*1?": ["timm:resnet18", "torchvision:resnet18", "torchvision:vgg11"],
     }.items(),
 )
-@pytest.mark.usefixtures("_known")
-def test_patterns_match_names(pattern, names):
+def test_patterns_match_names(monkeypatch, pattern, names):
+    monkeypatch.setattr("dcls_convert.choosing.survey.registry_names", lambda: KNOWN)
     assert names_matching(pattern) == names
 
 
-@pytest.mark.usefixtures("_known")
 def test_a_pattern_that_matches_nothing_gets_a_suggestion():
     with pytest.raises(ModelError, match=r"matches 'timm:resnet81_\*' .*did you mean 'resnet18'"):
         names_matching("timm:resnet81_*")
@@ -78,7 +72,6 @@ def test_a_planned_row_has_the_papers_numbers():
     [
         ("torchvision:vit_b_16", {}, "nothing matches", "it has 1 dense 16x16 in the stem"),
         (f"timm:{TINY}", {"dilated_size": 16}, "does not fit", "must be odd as the kernel 7 is"),
-        ("timm:no_such_model", {}, "failed", "no model 'timm:no_such_model'"),
     ],
 )
 def test_a_row_says_why_a_model_is_not_planned(name, options, status, reason):
@@ -91,7 +84,6 @@ def test_a_row_says_why_a_model_is_not_planned(name, options, status, reason):
 FULL = ModelRow(
     name="timm:a",
     status="planned",
-    reason='a "quoted", reason',
     convolutions={"dense 3x3": 2},
     replaced={"dense 3x3": 1},
     kept={"a reason": 1},
@@ -109,7 +101,6 @@ def test_json_contains_every_field_of_a_row():
     empty = ModelRow(name="timm:b", status="does not fit")
     data = json.loads(survey_json([FULL, empty], request(dilated_size=9), "*"))
     assert data["options"]["dilated_size"] == 9
-    assert data["summary"]["planned"] == data["summary"]["does_not_fit"] == 1
     changes = {
         "params": {"before": 10, "after": 9, "delta": -1},
         "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},

@@ -42,10 +42,9 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained)
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained):
     out, report, card = convert(trained, "--calibrate", trained / "images")
     outcome = report["outcome"]
-    count = outcome["images"]
     for text in (out, card):
         for agreement in (outcome, outcome["shifted"]):
-            same = f"{agreement['same_top1'] * count:.0f} of {count}"
+            same = f"{agreement['same_top1'] * outcome['images']:.0f} of {outcome['images']}"
             assert f"{same} have the same top-1 class" in text
             assert f"{agreement['output_error']:.3f}" in text
     old = timm.create_model(MODEL).eval()

@@ -96,12 +96,6 @@ def test_default_sizes_are_growths_if_kernels_differ():
     assert [row["asked"]["size"] for row in rows] == [f"+{growth}" for growth in range(2, 20, 2)]
 
 
-def test_a_note_says_if_a_range_stops_before_its_end():
-    result, err = sweep(NET, "--sizes", "7..10")
-    assert [row["asked"]["size"] for row in result["rows"][1:]] == [7, 9]
-    assert "note: 7..10 stops at 9, as it grows by 2; 7..10..1 has all" in err
-
-
 def test_what_does_not_fit_is_a_row_with_its_reason():
     result, _ = sweep(NET, "--sizes", "8,9,+3", "--budgets", "0.5%,100%")
     rows = {(row["asked"]["size"], row["asked"]["budget"]): row for row in result["rows"][1:]}
