@@ -17,41 +17,17 @@ from .model_state import state_of
 SIZE = (3, 16, 16)
 
 
-def block(inputs, outputs):
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()
-    )
-
-
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = block(3, 8)
-        self.enc1 = block(8, 8)
-        self.enc2 = block(8, 16)
-        self.dec1 = block(24, 8)
-        self.head = nn.Conv2d(8, 2, 1)
-
-    def forward(self, x):
-        wide = self.enc1(self.stem(x))
-        narrow = self.enc2(nn.functional.max_pool2d(wide, 2))
-        up = nn.functional.interpolate(narrow, scale_factor=2)
-        return self.head(self.dec1(torch.cat([up, wide], 1)))
-
-
-def unet(*, trained=True):
-    """Return a U-Net; if `trained`, its kernels no longer look as torch initialises them."""
+def network(*, trained=True):
+    """Return a network; if `trained`, its kernels no longer look as torch initialises them."""
     torch.manual_seed(0)
-    model = UNet()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    )
     if trained:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
     return model.eval()
-
-
-def images(count, seed=0):
-    return torch.rand(count, *SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def shown(record):
@@ -63,19 +39,19 @@ def shown(record):
 
 
 def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
-    text = shown(convert_(unet(), dilated_size=7))
+    text = shown(convert_(network(), dilated_size=7))
     assert "MACs were not counted: no input size is known" in text
     assert "A calibration with some images would keep the outputs closer" in text
     assert "skipped says why" in text
-    assert "dcls_convert.sweep" in shown(convert_(unet(), dilated_size=9, input_size=SIZE))
+    assert "dcls_convert.sweep" in shown(convert_(network(), dilated_size=9, input_size=SIZE))
     for advice in ("dcls-convert", "-v ", "--"):
         assert advice not in text
 
 
 def test_batches_are_compared_by_outputs_and_masks_have_no_class():
     """Batches of images and masks, as a loader yields them; held-out images give the error."""
-    photos = images(10)
-    model = unet()
+    photos = torch.rand(10, *SIZE, generator=torch.Generator().manual_seed(0))
+    model = network()
     held_out = photos[4::5]
     with torch.no_grad():
         before = model(held_out)
@@ -93,7 +69,7 @@ def test_batches_are_compared_by_outputs_and_masks_have_no_class():
 
 
 def test_a_sweep_leaves_the_model_alone_and_recommends_what_convert_does():
-    model = unet()
+    model = network()
     before = state_of(model)
     result = dcls_convert.sweep(model, [3, 5, (7, 7), 4], input_size=SIZE, tie="none")
     assert state_of(model) == before
@@ -103,13 +79,8 @@ def test_a_sweep_leaves_the_model_alone_and_recommends_what_convert_does():
         assert row.window in text
         assert f"{row.params:,}" in text
     recommended = result.rows[result.choice.row]
-    report = convert_(unet(), input_size=SIZE, tie="none")
+    report = convert_(network(), input_size=SIZE, tie="none")
     assert (report.params.after, report.macs.after) == (recommended.params, recommended.macs)
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1))
 
 
 @pytest.mark.parametrize(
@@ -137,30 +108,30 @@ def test_a_sweep_takes_numbers_of_numpy():
 
 
 def test_a_size_at_which_the_model_does_not_run_is_an_error_and_changes_nothing():
-    model = unet()
+    model = network()
     with pytest.raises(PlanError, match=r"^input size 16x16x3, as \(channels, \*spatial\): "):
         convert_(model, dilated_size=7, input_size=(16, 16, 3))
-    assert isinstance(model.enc1[0], nn.Conv2d)
+    assert isinstance(model[1], nn.Conv2d)
 
 
 def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
     options = {"dilated_size": 5, "input_size": SIZE}
     with pytest.warns(UserWarning, match="untrained") as caught:
-        convert_(unet(trained=False), **options)
+        convert_(network(trained=False), **options)
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings(action="error"):
-        model = unet(trained=False)
+        model = network(trained=False)
         with pytest.raises(UserWarning, match="untrained"):
             convert_(model, **options)
         assert not any(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
-        convert_(unet(), **options)
-        convert_(unet(trained=False), **options, init="fit")
-        convert_(unet(trained=False), **options, init="random")
+        convert_(network(), **options)
+        convert_(network(trained=False), **options, init="fit")
+        convert_(network(trained=False), **options, init="random")
 
 
 WRONG_MODELS = {
-    "a OrderedDict": lambda: unet().state_dict(),
-    "the class UNet": lambda: UNet,
+    "a OrderedDict": lambda: network().state_dict(),
+    "the class Sequential": lambda: nn.Sequential,
     "the text 'folder'": lambda: Path("folder"),  # a network built for a name would be lost
 }
 FRONT_DOORS = {
@@ -188,14 +159,14 @@ def test_what_is_no_model_is_refused_by_every_front_door(front_door):
 
 
 def test_what_is_given_in_place_of_a_plan_or_a_folder_is_refused():
-    model = unet()
-    report = convert_(unet(), dilated_size=9, init="random")
+    model = network()
+    report = convert_(network(), dilated_size=9, init="random")
     from_report = "plan: found a ConversionReport; give a ConversionPlan, such as plan_conversion"
     with pytest.raises(DclsConvertError, match=from_report):
         dcls_convert.apply_plan_(model, report)
     with pytest.raises(DclsConvertError, match=from_report):
         dcls_convert.predict_report(report)
-    with pytest.raises(DclsConvertError, match="convs: found a UNet; give a ModelConvs"):
+    with pytest.raises(DclsConvertError, match="convs: found a Sequential; give a ModelConvs"):
         dcls_convert.plan_conversion(model)
     with pytest.raises(DclsConvertError, match="folder: found a ConversionPlan; give a Path"):
         dcls_convert.save_converted(model, "out", report.plan)

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import fields
 
 import pytest
 import timm
@@ -26,6 +26,7 @@ from dcls_convert.choosing.survey import (
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import ModelError
 from dcls_convert.planning.plan_options import PlanOptions
+from dcls_convert.planning.rule_files import load_rules
 from dcls_convert.reports.costs import Change, MacsChange
 
 from ..command_line import run
@@ -81,37 +82,29 @@ def test_a_row_says_why_a_model_is_not_planned(name, options, status, reason):
     assert row.macs.after is row.params.after is None
 
 
-FULL = ModelRow(
-    name="timm:a",
-    status="planned",
-    convolutions={"dense 3x3": 2},
-    replaced={"dense 3x3": 1},
-    kept={"a reason": 1},
-    dilated_sizes=((7, 7),),
-    growth=4,
-    kernel_counts=(5, 6),
-    rules="mine.yaml",
-    input_size=(3, 8, 8),
-    params=Change(before=10, after=9),
-    macs=MacsChange(before=20, after=30, note="a note"),
-)
-
-
 def test_json_contains_every_field_of_a_row():
+    planned = model_row(f"timm:{TINY}", request())
     empty = ModelRow(name="timm:b", status="does not fit")
-    data = json.loads(survey_json([FULL, empty], request(dilated_size=9), "*"))
-    assert data["options"]["dilated_size"] == 9
-    changes = {
-        "params": {"before": 10, "after": 9, "delta": -1},
-        "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
-    }
-    assert data["models"][0] == json.loads(json.dumps(asdict(FULL))) | changes
-    assert data["models"][0].keys() == data["models"][1].keys()
+    first, second = json.loads(survey_json([planned, empty], request(), "*"))["models"]
+    assert first.keys() == second.keys() == {field.name for field in fields(ModelRow)}
+    assert first["params"]["delta"] == planned.params.after - planned.params.before
+    assert first["macs"]["delta"] == planned.macs.after - planned.macs.before
 
 
 def test_the_table_has_a_line_for_each_model():
+    planned = ModelRow(
+        name="timm:a",
+        status="planned",
+        replaced={"dense 3x3": 1},
+        kept={"a reason": 1},
+        dilated_sizes=((7, 7),),
+        growth=4,
+        kernel_counts=(5, 6),
+        params=Change(before=10, after=9),
+        macs=MacsChange(before=20, after=30),
+    )
     rows = [
-        FULL,
+        planned,
         ModelRow(name="timm:c", status="nothing matches", convolutions={"dense 1x1": 2}),
         ModelRow(name="timm:b", status="failed", reason="RuntimeError: no [image]\x1b"),
     ]
@@ -166,9 +159,17 @@ def test_a_worker_that_dies_is_one_line():
 def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     names = [f"timm:{TINY}", "timm:no_such_model"]
     monkeypatch.setattr("dcls_convert.choosing.survey.registry_names", lambda: names)
-    options = ("--dilated-size", 9, "--tie", "none", "--jobs", 1)
-    out, err = run("models", "--json", *options, code=1)
-    asked = request(dilated_size=9, tie="none")
+    size = ("--dilated-size", "9x11", "--rules", "depthwise", "--strict", "--jobs", 1)
+    more = ("--tie", "none", "--budget", "90.5%", "--interpolation", "gaussian")
+    out, err = run("models", "--json", *size, *more, code=1)
+    asked = request(
+        dilated_size=(9, 11),
+        rules=load_rules("depthwise"),
+        strict=True,
+        tie="none",
+        budget=90.5,
+        interpolation="gaussian",
+    )
     assert out == survey_json([model_row(name, asked) for name in names], asked, "*")
     assert err.splitlines() == [f"models: timm:{TINY}, 1 of 2"]
 

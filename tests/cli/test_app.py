@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,6 @@ from torch import nn
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import app
-from dcls_convert.errors import NothingMatchesError
-from dcls_convert.planning.plan_options import PlanOptions
-from dcls_convert.planning.rule_files import load_rules
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
@@ -55,36 +51,6 @@ def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
     snippet = re.search(r"Train it:\n\n(.*)", out, re.DOTALL)[1]
     exec("\n".join(line[4:] for line in snippet.splitlines()), {})
     assert load_converted(f"{name}-tuned").num_classes == 1000  # the trained head stays
-
-
-def test_planning_options_reach_the_plan(monkeypatch):
-    """In both commands that plan; a survey has no choice of the scope."""
-    planned = []
-
-    def plan(request):
-        planned.append(request.options)
-        raise NothingMatchesError("enough")
-
-    monkeypatch.setattr(
-        "dcls_convert.conversion.convert.carry_out", lambda request, **_: plan(request)
-    )
-    monkeypatch.setattr(
-        "dcls_convert.choosing.survey.survey", lambda _, request, **__: plan(request)
-    )
-    size = ("--dilated-size", "9x11", "--rules", "depthwise", "--strict")
-    more = ("--tie", "none", "--budget", "90.5%", "--interpolation", "gaussian")
-    run(NET, *size, *more, "--scope", "model", code=3)
-    run("models", TINY, *size, *more, code=3)
-    options = PlanOptions(
-        dilated_size=(9, 11),
-        rules=load_rules("depthwise"),
-        scope="model",
-        tie="none",
-        budget=90.5,
-        interpolation="gaussian",
-        strict=True,
-    )
-    assert planned == [options, replace(options, scope="auto")]
 
 
 def test_macs_within_the_limit_are_accepted():

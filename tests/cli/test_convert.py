@@ -40,7 +40,8 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained)
 
 
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained):
-    out, report, card = convert(trained, "--calibrate", trained / "images")
+    out, report, card = convert(trained, "--calibrate", trained / "images", "--scope", "model")
+    assert report["budget"]["scope"] == "model"
     outcome = report["outcome"]
     for text in (out, card):
         for agreement in (outcome, outcome["shifted"]):
