@@ -133,10 +133,6 @@ def works():
     return nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6))
 
 
-def dies():
-    os._exit(9)
-
-
 @pytest.mark.processes
 def test_a_model_that_raises_or_prints_is_a_row_and_the_others_are_planned(capfd):
     names = [f"{__name__}:works", f"{__name__}:Hostile", "timm:no_such_model", f"timm:{TINY}"]
@@ -146,13 +142,6 @@ def test_a_model_that_raises_or_prints_is_a_row_and_the_others_are_planned(capfd
     assert rows[1].reason == "SystemExit: hoarse\\x1b[2J"
     assert rows[3] == model_row(names[3], request())
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.processes
-def test_a_worker_that_dies_is_one_line():
-    with pytest.raises(ModelError, match="or a model after it: a worker process died") as error:
-        survey([f"{__name__}:works", f"{__name__}:dies"], request())
-    assert "--jobs 1" in str(error.value)
 
 
 @pytest.mark.processes

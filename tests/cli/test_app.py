@@ -84,7 +84,8 @@ def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
 
 def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeypatch):
     real = json.loads(run(TINY, "--json", "--output", "out")[0])
-    assert real["output"] == "out"
+    assert (real["format"], real["model"]) == (1, f"timm:{TINY}")
+    assert (real["input_size"], real["output"]) == ([3, 160, 160], "out")
     assert real | {"output": "."} == json.loads(Path("out/report.json").read_text())
     for name in (
         "socket.socket.connect",
