@@ -16,23 +16,11 @@ import finetune
 
 # timm leaves images open until they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-OPTIONS = "test_convnext --data digits --input-size 3 32 32 --epochs 1"
+OPTIONS = """test_convnext --data digits --input-size 3 32 32 --epochs 1 --batch-size 12 --seeds 2
+--model-kwargs drop_path_rate=0.2 --sizes 9-frozen,9-dense"""
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, empty_folder):
-    """A function that runs the script, and returns what it printed."""
-    write_digits(empty_folder / "digits")
-
-    def run_script(arguments):
-        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments.split()])
-        compare.main()
-        return capsys.readouterr().out
-
-    return run_script
-
-
-def test_networks_start_alike_and_see_the_same_images(run, monkeypatch):
+def test_networks_start_alike_and_see_the_same_images(empty_folder, monkeypatch):
     seen = {}
     started = {}
 
@@ -54,8 +42,9 @@ def test_networks_start_alike_and_see_the_same_images(run, monkeypatch):
     monkeypatch.setattr(finetune.Training, "__init__", note_start)
     monkeypatch.setattr(finetune.Training, "_loss", note_images)
     monkeypatch.setattr(finetune.Training, "test", lambda training: torch.ones(2))
-    options = "--batch-size 12 --seeds 2 --model-kwargs drop_path_rate=0.2"
-    run(f"{OPTIONS} {options} --sizes 9-frozen,9-dense")
+    monkeypatch.setattr(sys, "argv", ["compare.py", *OPTIONS.split()])
+    write_digits(empty_folder / "digits")
+    compare.main()
     for name, seed in itertools.product(("9-frozen", "9-dense"), (0, 1)):
         assert torch.equal(torch.cat(seen[f"{name}-{seed}"]), torch.cat(seen[f"original-{seed}"]))
         for key, value in started[f"original-{seed}"].items():

@@ -16,7 +16,7 @@ import sys
 import warnings
 import xml.etree.ElementTree
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -69,9 +69,7 @@ def run_program(words: list[str]) -> tuple[int, str]:
     """Run a command; return its exit code and all that it printed."""
     if words[0] == "dcls-convert":  # in this process, which has imported torch already
         code, out, err = run_to_end(*words[1:])
-        if code:
-            return code, out + err
-        return code, err + out
+        return code, out + err if code else err + out
     program = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     done = subprocess.run(
         [sys.executable, *program, *words[1:]],
@@ -129,14 +127,11 @@ def fill_hub(hub: Path, monkeypatch) -> None:
     timm.models.save_for_hf(model, "trained", safe_serialization=True)
     upload(Path("trained"), model.pretrained_cfg["hf_hub_id"], hub)
 
-    def create(*names, **_):
-        return SimpleNamespace(repo_id=names[-1])
-
     def push(*_, repo_id, folder_path, **__):
         return upload(Path(folder_path), repo_id, hub)
 
     for owner in ("huggingface_hub", "huggingface_hub.HfApi"):
-        monkeypatch.setattr(f"{owner}.create_repo", create)
+        monkeypatch.setattr(f"{owner}.create_repo", lambda *names, **_: Mock(repo_id=names[-1]))
         monkeypatch.setattr(f"{owner}.upload_folder", push)
     # timm asks whether there is a model card.
     monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)

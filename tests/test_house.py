@@ -128,15 +128,12 @@ def test_a_missing_torch_is_one_line_that_says_what_to_install():
 
 
 @pytest.mark.parametrize("function", [dcls_convert.convert_, convert, models])
-def test_options_that_are_written_out_have_the_defaults_of_their_record(function):
+def test_options_that_are_written_out_are_those_of_their_record(function):
     """Editors, type checkers and --help need them written out."""
     parameters = inspect.signature(inspect.unwrap(function)).parameters
     for option in fields(PlanOptions):
         if (function, option.name) != (models, "scope"):
             assert parameters[option.name].default == option.default
-
-
-def test_options_name_all_interpolations():
     assert options.INTERPOLATION_NAMES == tuple(interpolation.INTERPOLATIONS)
 
 

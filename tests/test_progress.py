@@ -19,16 +19,10 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch):
+def _xterm(monkeypatch):
     for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-
-    def become():  # in the test itself: between fixtures and test, pytest replaces stderr
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        return sys.stderr
-
-    return become
 
 
 @pytest.mark.parametrize("progress", [None, True])
@@ -43,8 +37,10 @@ def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
         assert err == ""
 
 
-def test_a_terminal_gets_a_bar_that_vanishes(terminal):
-    stream = terminal()
+@pytest.mark.usefixtures("_xterm")
+def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
     with show_progress("net") as notify:
         notify("reading")
         time.sleep(0.15)
@@ -57,8 +53,10 @@ def test_a_terminal_gets_a_bar_that_vanishes(terminal):
     assert stream.getvalue().endswith("\x1b[2K")  # the line is erased
 
 
-def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
-    stream = terminal()
+@pytest.mark.usefixtures("_xterm")
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "dumb")
     with show_progress("\x1b]0;x\x07", every=60) as notify:
         for number in range(3):

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from ..command_line import NET, run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw
@@ -16,14 +15,6 @@ from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.bloc
 SMALL = ("--input-size", "3x32x32")  # for speed
 # If an option is repeated, its last value counts.
 SIZED = (NET, *SMALL, "--dilated-size", "17")
-OWN = f"{__name__}:build"
-
-
-def build():
-    """A network of the user's own that converts in no time."""
-    return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64))
-    )
 
 
 def refused(*arguments, says, code=2):
@@ -66,8 +57,8 @@ def table(rows):
             "hf-hub:timm/nope-nope.*not in the local cache"
         ),
         # Options that a model of the user's own does not take.
-        f"{OWN} --pretrained": "pretrained weights are for models of timm and torchvision",
-        f"{OWN} --input-size 4x9x9": re.compile("input size 4x9x9, .*hannel"),
+        f"{NET} --pretrained": "pretrained weights are for models of timm and torchvision",
+        f"{NET} --input-size 4x9x9": re.compile("input size 4x9x9, .*hannel"),
     }
 )
 def test_a_wrong_command_line_is_refused(user_input, says):

@@ -107,8 +107,7 @@ def test_what_does_not_fit_is_a_row_with_its_reason():
 
 def test_without_a_size_that_fits_the_rows_are_shown_and_it_is_a_mistake():
     result, err = sweep(NET, "--sizes", "8,10", code=2)
-    assert len(result["rows"]) == 3
-    assert result["choice"]["row"] is None
+    assert (len(result["rows"]), result["choice"]["row"]) == (3, None)
     assert err.splitlines()[-1].startswith("error: no size fits; the first problem: stages.0")
 
 
