@@ -7,16 +7,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import grad, hessian, vmap
 
-from dcls_convert.depthwise.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 
 from ..dispatch_modes import AllocatedMemory
-from .common import close, randn
+from .common import randn
 from .gpu_construction import ON_GPUS, constructed
 
 # torch itself uses torch.jit.script when forward derivatives are first computed.
@@ -51,21 +47,6 @@ def test_derivatives_of_all_orders_and_modes_are_exact(size, implementation):
         assert torch.autograd.gradgradcheck(kernel, tensors)
 
 
-def test_function_transforms_give_what_they_give_for_plain_operations():
-    size = (1, 4)
-    tensors = [tensor.detach() for tensor in inputs(size, channels=(2, 2), count=2)]
-
-    def loss(*tensors):
-        return bilinear_kernel(*tensors, size).sin().sum()
-
-    def results():
-        return hessian(loss, (0, 1))(*tensors), vmap(grad(loss, (0, 1)), in_dims=(1, 2))(*tensors)
-
-    with constructed("plain"):
-        expected = results()
-    close(results(), expected)
-
-
 @pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("size", [(9,), (4, 3, 6)], ids=str)
 def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implementation, monkeypatch):
@@ -80,10 +61,3 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implement
     block = products if implementation else 64 * torch.get_num_threads() * 2 ** len(size)
     whole = {tensor.numel() for tensor in (kernel, tensors[1], *gradients)}
     assert {numbers for numbers in memory.numbers() if numbers > block} <= whole
-
-
-def test_subclasses_of_tensor_do_not_use_the_fast_implementation():
-    ordinary = torch.ones(1)
-    assert is_eager(ordinary, nn.Parameter(ordinary))
-    with FakeTensorMode() as mode:
-        assert not is_eager(ordinary, mode.from_tensor(ordinary))

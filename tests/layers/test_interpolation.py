@@ -16,9 +16,8 @@ from torch import Tensor
 
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
-from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation
-from dcls_convert.starts.boxes import Box
+from dcls_convert.layers.dcls_conv import DCLS_LAYERS
+from dcls_convert.layers.interpolation import INTERPOLATIONS
 
 from ..dispatch_modes import RefuseOperations
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
@@ -192,35 +191,6 @@ def test_every_cell_of_a_dense_axis_has_a_kernel_of_its_own(interpolation, dims,
         )
         where = dict(zip(dense_axes, cells, strict=True))
         close(kernel[:, :, *[where.get(axis, slice(None)) for axis in range(dims)]], part.kernel())
-
-
-@every_interpolation
-@pytest.mark.parametrize("axis", [0, 1])
-def test_an_axis_of_one_cell_has_no_effect(interpolation, axis):
-    line = elements((7,), interpolation)
-    size = (1, 7) if axis == 0 else (7, 1)
-    inputs = [line.weight, *[torch.stack([place[0], place[0]]) for place in line.inputs[1:]]]
-    close(replace(line, size=size).kernel(*inputs), line.kernel().reshape(2, 3, *size))
-
-
-# The records of interpolations.
-
-
-def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
-    gaussian = INTERPOLATIONS["gaussian"]  # here, all elements have a width of 1 cell
-    monkeypatch.setitem(
-        INTERPOLATIONS,
-        "bell",
-        Interpolation(profile=gaussian.profile, support=8),
-    )
-    layer = DclsConv2d(1, 2, kernel_count=2, dilated_kernel_size=5, interpolation="bell")
-    assert layer.sigma is None
-    # A fit spreads an element exactly as kernel construction does.
-    cells = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
-    value = Box((5,), (1,), (5,), "bell").footprint(cells.unsqueeze(2))
-    weight = torch.ones(9, 1, 1, dtype=torch.float64)
-    positions = cells.reshape(1, 9, 1, 1) - 2
-    close(value[0], construct_kernel(weight, positions, (5,), interpolation="bell")[:, 0])
 
 
 # The triangle's kinks, and minimum sigmas.

@@ -9,7 +9,6 @@ import timm
 import torch
 from safetensors.torch import load, save
 from torch import nn
-from torch.nn.utils import parametrize
 
 import dcls_convert
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d
@@ -82,12 +81,6 @@ def test_a_state_dict_of_a_larger_window_is_refused_in_one_line(through, message
 def test_a_layer_refuses_what_another_conversion_has_made(layer, other, through, word):
     with pytest.raises(RuntimeError, match=word):
         layer.load_state_dict(through(other.state_dict()), strict=False)
-
-
-def test_a_layer_with_parametrised_positions_loads_its_own_state_dict():
-    layer = DclsConv2d(2, 2, kernel_count=3, dilated_kernel_size=9)
-    parametrize.register_parametrization(layer, "positions", nn.Tanh())
-    assert layer.load_state_dict(layer.state_dict()) == ([], [])
 
 
 def test_a_state_dict_with_other_ties_is_refused_though_not_strict():
