@@ -79,15 +79,6 @@ def jit_functions() -> dict[str, JITFunction]:
     return found
 
 
-def called_by(function: JITFunction, functions: dict[str, JITFunction]) -> set[str]:
-    """Return the names of the functions that a function calls, and of those that they call."""
-    names = {name for name in functions if re.search(rf"\b{name}\(", function.src)}
-    names.discard(function.__name__)
-    for name in list(names):
-        names |= called_by(functions[name], functions)
-    return names
-
-
 @contextlib.contextmanager
 def as_on(target: GPUTarget, *, tf32: bool = False):
     """Let layers on the CPU launch what they launch on this GPU; yields the launches."""

@@ -7,7 +7,6 @@ the compiled programs expect.
 
 import contextlib
 import copy
-import pickle
 import sys
 from pathlib import Path
 
@@ -90,8 +89,6 @@ def steps_of_ordinary_tensors():
         LAYER(IMAGES)
     with launching(STEP, "one image"):
         step(images=IMAGES[:1])
-    with launching(STEP, "a map of one cell"):
-        step(images=torch.randn(2, CHANNELS, 1, 1))
     with launching(STEP, "a wide map"):
         step(images=torch.randn(2, CHANNELS, 3, 500))
     with launching(0, "no image"):
@@ -116,8 +113,6 @@ def steps_of_odd_memory():
         other = layer.positions.detach().transpose(0, 1).contiguous().transpose(0, 1)
         layer.positions = torch.nn.Parameter(other)
         step(layer)
-    with launching(STEP, "expanded images"):
-        step(images=IMAGES[:1].expand(4, -1, -1, -1))
     with launching(STEP, "half of the channels"):
         images = torch.randn(2, 2 * CHANNELS, 14, 14)
         step(images=images.to(memory_format=torch.channels_last)[:, :CHANNELS])
@@ -135,13 +130,8 @@ def steps_of_other_dtypes():
 def steps_of_other_layers():
     with launching(STEP, "stride 2"):
         step(layer_of(stride=2), torch.randn(2, CHANNELS, 33, 47))
-    with launching(STEP, "no bias"):
-        step(layer_of(bias=False))
     with launching(STEP + 1, "windows of Gaussians"):  # the bank has a launch of its own
         step(layer_of(interpolation="gaussian"))
-    with launching(2 * STEP, "copies"):
-        for layer in (copy.deepcopy(LAYER), pickle.loads(pickle.dumps(LAYER))):
-            step(layer, IMAGES[:1])
     for name, launches in (("weight", 3 + 3), ("positions", 3 + 3), ("bias", 3 + 1)):
         with launching(launches, f"only {name}"):
             layer = copy.deepcopy(LAYER).requires_grad_(False)

@@ -2,7 +2,6 @@
 every mode.
 """
 
-import copy
 from contextlib import contextmanager
 
 import pytest
@@ -10,14 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch._dynamo import lookup_backend
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.depthwise import onednn, products, table
-from dcls_convert.layers.dcls_conv import DclsConv2d
 
-from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, RefuseOperations
 from ..layers.common import close
 from ..recorded_calls import recording
 from .by_table import conv2d
@@ -224,43 +220,6 @@ def test_autocast_gives_what_torch_gives_under_it(way, dtype):
 
 
 @every_way
-# The shape without a batch has as many rows as channels.
-@pytest.mark.parametrize("shape", [(4, 4, 20), (2, 4, 20, 20)])
-def test_maps_without_a_batch_and_dense_kernels_are_left_alone(way, shape):
-    groups = 4 if len(shape) == 3 else 1
-    arguments = (
-        torch.randn(shape),
-        torch.randn(4, 4 // groups, 17, 17),
-        None,
-        (1, 1),
-        (8, 8),
-        (1, 1),
-        groups,
-    )
-    with computed_by(way) as calls:
-        assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
-    assert not calls
-
-
-@every_way
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
-def test_layers_use_the_algorithm_and_exported_programs_contain_one_plain_convolution(way):
-    torch.manual_seed(0)
-    layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4)
-    images = torch.randn(1, 4, 9, 9)
-    with computed_by(way) as calls:
-        layer(images).sum().backward()
-        assert layer.positions.grad.abs().sum() > 0
-        exported = torch.export.export(layer.eval(), (images,))
-        traced = torch.jit.trace(layer, images, check_trace=False)
-    assert len(calls) == 1
-    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert sum("conv2d" in name for name in names) == 1
-    assert not any("pad" in name or "bmm" in name for name in names)
-    torch.testing.assert_close(traced(images), layer(images))
-
-
-@every_way
 def test_a_flop_counter_counts_the_convolution(way):
     inputs, arguments = tensors(make_case((17, 17), (8, 8), (14, 14), channels=4))
     counts = []
@@ -270,50 +229,3 @@ def test_a_flop_counter_counts_the_convolution(way):
         counts.append(counter.get_total_flops())
     assert not calls
     assert counts[0] == counts[1] > 0
-
-
-# What GPUs require of matrix products.
-
-
-def test_a_step_of_products_adds_in_a_fixed_order():
-    with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
-        maps = torch.randn(1, 96, 56, 56, requires_grad=True)
-        kernel = torch.randn(96, 1, 17, 17, requires_grad=True)
-        output = products.depthwise_by_products(
-            maps, None, kernel, dtype=maps.dtype, padding=(8, 8)
-        )
-        torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
-
-
-def steps(model, images):
-    """Train, and return the output and the gradients of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    results = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        output = model(images)
-        output.square().mean().backward()
-        results += [output.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-        optimizer.step()
-    return results
-
-
-@pytest.mark.slow
-def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_with_torch(monkeypatch):
-    options = {"kernel_count": 5, "dilated_kernel_size": 17, "padding": 8, "groups": 4}
-    torch.manual_seed(0)
-    network = torch.nn.Sequential(DclsConv2d(4, 4, **options).double(), torch.nn.GELU())
-    images = torch.randn(2, 4, 20, 18, dtype=torch.float64).to(memory_format=CHANNELS_LAST)
-    prefer(monkeypatch, "torch")
-    expected = steps(copy.deepcopy(network), images)
-    prefer(monkeypatch, "products")
-    graphs = []
-    torch.compiler.reset()
-
-    def backend(graph, inputs):
-        graphs.append(str(graph.graph))
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    close(steps(torch.compile(network, fullgraph=True, backend=backend), images), expected, 1e-9)
-    assert all("bmm" in graph and "conv2d" not in graph for graph in graphs)
-    assert graphs

@@ -55,12 +55,10 @@ GPU_WITHOUT_BLOCKS = (
     ("auto", images(8) | window(7, 7), "torch"),
     ("torch", {}, "torch"),
     ("products", {"stride": (2, 1)}, "torch"),
-    ("products", {"input_shape": (128, 96, 16, 56), **window(17, 17, (0, 0))}, "torch"),
     ("products", window(16, 16, (0, 0)), "products"),
-    # Nothing is known about these devices.
-    ("auto", {"device": torch.device("mps")}, "torch"),
+    # Nothing is known about this device.
+    ("auto", {"device": torch.device("xpu")}, "torch"),
     ("products", {"device": torch.device("xpu")}, "products"),
-    ("blocks", {"device": torch.device("xpu")}, "torch"),
 )
 
 
@@ -94,13 +92,10 @@ def test_cpus_use_onednn_and_blocks_only_in_tritons_interpreter(monkeypatch):
         (window(53, 17), "onednn"),
         (window(16, 16, (8, 8)), "onednn"),
         (window(17, 17, (7, 8)), "onednn"),
-        (window(17, 17, (0, 0)), "onednn"),
         (window(16, 16, "same"), "torch"),
         ({"stride": (3, 1)}, "onednn"),
         ({"dilation": (1, 2)}, "torch"),
-        ({"input_shape": (128, 96, 0, 56)}, "torch"),  # although the padding is large enough
         ({"input_shape": (0, 96, 56, 56)}, "torch"),
-        ({"dtype": torch.int32}, "torch"),
         ({"dtype": torch.float64}, "torch"),
     ],
 )
@@ -115,8 +110,6 @@ def test_what_blocks_cannot_compute_is_computed_by_torch(changes, on_cpu):
     [
         (1, 65_536, 8, 8),  # more programs than an axis of a grid has
         (1, 4_096, 1_024, 512),  # 2**31 numbers in an image
-        (4_096, 8, 1_024, 512),  # 2**31 cells of a channel
-        (1, 1, 1, 2**23),  # more columns than `quotient` can divide
     ],
 )
 def test_maps_that_are_too_large_for_the_kernels_are_computed_by_torch(shape):
@@ -125,31 +118,19 @@ def test_maps_that_are_too_large_for_the_kernels_are_computed_by_torch(shape):
     assert chosen(**large) == "torch"
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (None, "Triton is not installed"),
-        (
-            RuntimeError("Failed to find C compiler.\nPlease specify via CC"),
-            "Triton cannot compile: Failed to find C compiler. Please specify via CC",
-        ),
-    ],
-)
-def test_a_gpu_that_could_use_blocks_and_does_not_is_reported_once(
-    monkeypatch, caplog, error, reason
-):
-    """As in a container without Triton, or without a C compiler."""
+def test_a_gpu_that_could_use_blocks_and_does_not_is_reported_once(monkeypatch, caplog):
+    """As in a container without a C compiler."""
 
     def fail(device):
-        raise error
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
     monkeypatch.setattr(devices, "_has_enough_registers", lambda device: True)
-    monkeypatch.setattr(devices, "find_spec", lambda name: error and name)
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)
     monkeypatch.setattr(devices, "_compile_a_kernel", fail)
     devices._why_no_blocks.cache_clear()
-    missing = [devices.why_no_blocks(GPU) for _ in range(2)]
+    reason = "Triton cannot compile: Failed to find C compiler. Please specify via CC"
+    assert [devices.why_no_blocks(GPU) for _ in range(2)] == [reason, reason]
     devices._why_no_blocks.cache_clear()
-    assert missing == [reason, reason]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.records[0].getMessage().endswith(reason)
 

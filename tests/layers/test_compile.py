@@ -54,7 +54,7 @@ def test_depthwise_layers_are_one_graph_in_validation_and_then_training(backend,
             gradients.append([grad / grad.norm() for grad in grads])
         close(*gradients, tolerance)
         assert layers[0].positions.abs().amax((1, 2, 3)).tolist() == [8, 7]
-        assert torch.equal(compiled[0].positions, layers[0].positions)
+        assert torch.equal(compiled.get_parameter("0.positions"), layers[0].positions)
 
 
 def count_graphs(model: nn.Module, mode: str) -> int:

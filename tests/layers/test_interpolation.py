@@ -377,11 +377,8 @@ def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_arbitrary_order_nor_
     ("changes", "word"),
     [
         ({"weight": torch.zeros(2, 3, 5, 4)}, "weight"),
-        ({"dense_axes": (1,)}, "weight"),
         ({"positions": torch.zeros(2, 3, 4)}, "positions"),
-        ({"sigma": torch.zeros(2, 2, 3, 4)}, "has no sigma"),
         ({"interpolation": "gaussian"}, "needs a sigma"),
-        ({"interpolation": "gaussian", "sigma": torch.zeros(2, 3, 4)}, "sigma"),
     ],
 )
 def test_arguments_that_do_not_fit_together_are_refused(changes, word):
