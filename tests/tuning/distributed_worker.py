@@ -4,10 +4,8 @@
 environment that torchrun sets. It stores the results in FOLDER/RANK.pt.
 """
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,6 @@ class Case:
     engine: str = "none"
     interpolation: str = "bilinear"
     dilated_size: tuple[int, int] = (9, 9)
-    accumulate: int = 1  # batches per step
     repulsive: bool = False
 
     @property
@@ -46,10 +43,9 @@ class Case:
 
 
 CASES = [
-    Case(engine="ddp", accumulate=2),
+    Case(engine="ddp"),
     Case(engine="ddp", interpolation="gaussian", repulsive=True),
     Case(engine="root"),
-    Case(engine="stage", accumulate=2),
     # A rectangular window has different limits for each axis.
     Case(engine="stage", interpolation="gaussian", dilated_size=(11, 7)),
     Case(engine="stage+later blocks", repulsive=True),
@@ -85,7 +81,7 @@ def shard_(model: nn.Module, engine: str) -> None:
 def error_if_every_block_is_sharded() -> str:
     model = converted(Case())
     shard_(model, "block")
-    images, _ = next(batches(0, Case()))
+    images, _ = batch(0)
     try:
         model(images)
     except RuntimeError as error:
@@ -93,11 +89,10 @@ def error_if_every_block_is_sharded() -> str:
     return "none"
 
 
-def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
+def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    for _ in range(case.accumulate):
-        images = torch.randn(BATCH, 3, 32, 32, generator=generator, dtype=torch.float64)
-        yield images, torch.randint(3, (BATCH,), generator=generator)
+    images = torch.randn(BATCH, 3, 32, 32, generator=generator, dtype=torch.float64)
+    return images, torch.randint(3, (BATCH,), generator=generator)
 
 
 def ties(model: nn.Module) -> list[tuple[int, int]]:
@@ -122,20 +117,12 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     own_images = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
     losses = []
     for step in range(STEPS):
-        for index, (images, labels) in enumerate(batches(step, case)):
-            # Processes exchange gradients only in the last batch of a step.
-            is_last = index == case.accumulate - 1
-            if case.sharded:
-                model.set_requires_gradient_sync(is_last)
-            exchange = contextlib.nullcontext()
-            if case.engine == "ddp" and not is_last:
-                exchange = model.no_sync()
-            with exchange:
-                loss = nn.functional.cross_entropy(model(images[own_images]), labels[own_images])
-                if case.repulsive:
-                    loss = loss + 0.1 * tuning.repulsive_loss(inner_model) ** 2
-                (loss / case.accumulate).backward()
-                losses.append(loss.detach())
+        images, labels = batch(step)
+        loss = nn.functional.cross_entropy(model(images[own_images]), labels[own_images])
+        if case.repulsive:
+            loss = loss + 0.1 * tuning.repulsive_loss(inner_model) ** 2
+        loss.backward()
+        losses.append(loss.detach())
         gradients = {}
         for name, parameter in inner_model.named_parameters():
             gradient = parameter.grad
@@ -152,7 +139,6 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
         "ties": ties(inner_model),
         "ties averaged": ties(averaged.module),
         "record": record,
-        "parameters": len(list(inner_model.parameters())),
     }
 
 
