@@ -20,9 +20,3 @@ from dcls_convert.networks.source import ModelSource
 def test_assumed_input_sizes(name, size):
     source = ModelSource(name=f"torchvision:{name}")
     assert assumed_inputs(source, build_model(source, device="meta")) == image_inputs(size)
-
-
-def test_optical_flow_is_from_one_image_to_the_next():
-    source = ModelSource(name="torchvision:raft_small")
-    inputs = assumed_inputs(source, build_model(source, device="meta"))
-    assert inputs == image_inputs((3, 224, 224)) * 2

@@ -11,7 +11,6 @@ import torchvision
 from torch import nn
 
 from dcls_convert import convert_, find_convs
-from dcls_convert.layers.conv_classes import register_conv
 from dcls_convert.networks.measure import Measured
 
 from ..planning.nets import depthwise
@@ -129,15 +128,6 @@ def test_a_convolution_that_other_code_uses_stays_with_the_reason(name):
     torch.testing.assert_close(model(image), expected(image))
 
 
-def test_a_one_dimensional_weight_is_not_mistaken_for_a_kernel_of_elements():
-    conv = nn.Conv1d(8, 8, 5, padding="same", groups=8)
-    model = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1, groups=8), User(None, conv))
-    model[1].ordinary = nn.Identity()
-    model[1].use = lambda conv, x: F.conv1d(x, conv.weight, padding="same", groups=8)
-    report = convert_(model, dilated_size=9, input_size=(8, 20))
-    assert [layer.name for layer in report.layers] == ["0"]
-
-
 HARMLESS = {
     "dtype": lambda conv, x: conv(x.to(conv.weight.dtype)),
     "device": lambda conv, x: conv(x.to(conv.weight.device)),
@@ -159,14 +149,6 @@ def test_what_is_the_same_for_the_new_layer_may_be_read(name):
     report = convert_(model, dilated_size=7, input_size=IMAGE)
     assert [layer.name for layer in report.layers] == ["ordinary", "conv"]
     model(torch.randn(1, *IMAGE))
-
-
-class OwnForward(nn.Conv2d):
-    def forward(self, x):
-        return self._conv_forward(x, self.weight * 1.0, self.bias) * self.dilation[0]
-
-
-register_conv(OwnForward, weight=lambda conv, weight: weight * 1.0)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0])
@@ -212,24 +194,6 @@ def test_what_cannot_be_measured_is_said(name):
         assert "Not measured: what the network does" in " ".join(str(report).split())
 
 
-def test_parameters_and_outputs_of_other_kinds_do_not_end_the_measurement():
-    class Model(User):
-        def forward(self, x):
-            x = self.conv(self.ordinary(x))
-            return (
-                x,
-                x.to_sparse(),
-                torch.nested.as_nested_tensor(list(x)),
-                x.to(torch.float8_e4m3fn),
-            )
-
-    model = Model(None)
-    model.expanded = nn.Parameter(torch.zeros(3, 1).expand(3, 4))
-    convs = find_convs(model, IMAGE)
-    assert convs.not_measured is None
-    assert len(convs.sites) == 2
-
-
 def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypatch):
     measured = []
     monkeypatch.setattr(
@@ -242,24 +206,6 @@ def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypat
     model.norm_pre.register_forward_hook(lambda *_: None)
     find_convs(model)
     assert measured
-
-
-def test_its_own_forward_may_use_everything():
-    conv = OwnForward(4, 4, 3, padding=1, groups=4)
-    model = nn.Sequential(conv)
-    assert [site.name for site in find_convs(model, IMAGE).sites] == ["0"]
-    assert type(conv) is OwnForward
-
-
-def clamp_weight(conv, args):
-    conv.weight.data.clamp_(min=0)
-
-
-def test_a_pre_hook_is_other_code():
-    model = User(lambda conv, x: conv(x))
-    model.conv.register_forward_pre_hook(clamp_weight)
-    (skip,) = find_convs(model, IMAGE).skipped
-    assert skip.reason == "other code changes its weight"
 
 
 def test_outputs_of_the_last_place_alone_show_no_side():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcls_convert import convert_, find_convs
+from dcls_convert import convert_
 from dcls_convert.errors import PlanError
 
 from ..planning.nets import depthwise
@@ -100,18 +100,3 @@ def test_a_part_that_cannot_be_replaced_stays_with_what_to_do_first(kind):
     assert [layer.name for layer in report.layers] == ["0"]
     assert report.skipped
     assert all(reason in skip.reason for skip in report.skipped)
-
-
-def test_a_compiled_block_is_converted_inside():
-    block = nn.Sequential(depthwise())
-    block.compile(backend="eager")
-    model = network(block)
-    report = convert_(model, init="exact", kernel_count="exact", dilated_size=7, input_size=IMAGE)
-    assert [layer.name for layer in report.layers] == ["0", "1.0"]
-    with torch.no_grad():
-        model(torch.randn(1, *IMAGE))
-
-
-def test_a_module_of_the_name_that_adapters_use_is_no_adapter():
-    model = nn.ModuleDict({"base_layer": depthwise()})  # as in timm's DLA
-    assert len(find_convs(model).sites) == 1
