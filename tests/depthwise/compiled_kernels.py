@@ -1,7 +1,4 @@
-"""Compile every launch that layers make for GPUs that need not be there, and look at the result.
-
-python -m tests.depthwise.compiled_kernels prints what each kernel needs on an H100.
-"""
+"""Compile every launch that layers make for GPUs that need not be there."""
 
 import contextlib
 import importlib
@@ -9,7 +6,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from triton.runtime.jit import JITFunction
 
 import dcls_convert
 from dcls_convert.depthwise import devices, table
-from dcls_convert.depthwise.block_kernels import CELLS
 from dcls_convert.depthwise.launching import Launch
 from dcls_convert.layers import gpu_construction
 from dcls_convert.layers.dcls_conv import DclsConv2d
@@ -36,8 +32,6 @@ GPUS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Multiplications and additions of 16-bit numbers in a cycle of an H100's multiprocessor.
-TENSOR_OPERATIONS = 2048
 
 
 class Recorded(NamedTuple):
@@ -60,11 +54,9 @@ class Compiled:
     """What a compiled kernel needs."""
 
     shared_bytes: int
-    registers: int
     spilled: int  # bytes (NVIDIA) or registers (AMD)
     code: str  # PTX, or AMD's assembly
     messages: str  # of the assembler
-    binary: bytes
 
 
 def jit_functions() -> dict[str, JITFunction]:
@@ -167,21 +159,15 @@ def compile_for(target: GPUTarget, launch: Recorded, *, ones: bool = False) -> C
         code = compiled.asm["amdgcn"]
         messages = ""
         spilled = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1])
-        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1])
-        binary = b""
     else:
         code = compiled.asm["ptx"]
         messages = assemble(code, target.arch)
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", messages)))
-        registers = int(re.search(r"Used (\d+) registers", messages)[1])
-        binary = compiled.asm["cubin"]
     return Compiled(
         shared_bytes=compiled.metadata.shared,
-        registers=registers,
         spilled=spilled,
         code=code,
         messages=messages,
-        binary=binary,
     )
 
 
@@ -196,60 +182,3 @@ def assemble(ptx: str, arch: int) -> str:
     if done.returncode:  # a ptxas that does not read from a pipe
         raise RuntimeError(done.stderr)
     return done.stderr
-
-
-def instructions_of_loop(binary: bytes, folder: Path) -> int:
-    """Return the instructions of a warp in one turn of the loop of products, on Hopper."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary)
-    command = [NVIDIA / "nvdisasm", "-c", path]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    labels: dict[str, int] = {}
-    instructions: list[str] = []
-    for line in map(str.strip, text.splitlines()):
-        label = re.match(r"(\.L_x_\d+):", line)
-        if label:
-            labels[label[1]] = len(instructions)
-        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
-            instructions.append(line)
-    for index, line in enumerate(instructions):
-        branch = re.search(r"BRA.*?(\.L_x_\d+)", line)
-        first = labels.get(branch[1], index + 1) if branch else index + 1
-        if first <= index and any("HGMMA" in one for one in instructions[first:index]):
-            return index + 1 - first
-    raise AssertionError("no loop of products")
-
-
-def tensor_cycles(launch: Recorded) -> float:
-    """Return how long one turn of the loop occupies tensor cores, with 16-bit numbers."""
-    constants: dict[str, Any] = dict(launch.constants)
-    rows = constants.get("BLOCKS", CELLS.value)
-    taps = 3 if constants.get("THREE") else 1
-    return taps * rows * constants["STEP"] * CELLS.value / TENSOR_OPERATIONS
-
-
-def issue_ratio(launch: Recorded, compiled: Compiled, folder: Path) -> float:
-    """Return the cycles in which instructions are issued, for a cycle of the tensor cores.
-
-    Of 4 schedulers, each issues one instruction of a warp in a cycle.
-    """
-    instructions = instructions_of_loop(compiled.binary, folder) * launch.warps / 4
-    return instructions / tensor_cycles(launch)
-
-
-def main() -> None:
-    import tempfile
-
-    target = GPUS["sm_90"]
-    with tempfile.TemporaryDirectory() as folder:
-        for launch in launches_of_layers(target):
-            compiled = compile_for(target, launch)
-            text = f"{launch}: {compiled.registers} registers, {compiled.shared_bytes} bytes shared"
-            if launch.dtypes[0] == torch.bfloat16 and launch.stages > 1:
-                ratio = issue_ratio(launch, compiled, Path(folder))
-                text += f", {ratio:.2f} issue cycles a tensor cycle"
-            print(text, flush=True)
-
-
-if __name__ == "__main__":
-    main()

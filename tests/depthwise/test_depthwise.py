@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.depthwise import onednn, products, table
@@ -175,36 +174,6 @@ def test_rounding_is_little_more_than_torchs(way, dtype):
 
 
 WIDE = make_case((7, 17), (3, 8), (5, 16), channels=2)
-
-
-@every_way
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
-def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torch(way):
-    inputs, arguments = tensors(WIDE)
-    detached = [tensor.detach() for tensor in inputs]
-    tangents = tuple(torch.ones_like(tensor) for tensor in detached)
-
-    def results(function):
-        def loss(images, *others):
-            images = images.reshape(-1, *images.shape[-3:])
-            return function(images, *others, *arguments).tanh().sum()
-
-        yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(detached), tangents)[1]
-        yield from torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None))(
-            *detached
-        )
-        with forward_ad.dual_level():
-            yield forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent
-        output = function(*inputs, *arguments)
-        directions = torch.randn(
-            3, *output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)
-        )
-        yield from torch.autograd.grad(output, inputs, directions, is_grads_batched=True)
-
-    theirs = list(results(F.conv2d))
-    with computed_by(way) as calls:
-        close(list(results(conv2d)), theirs, FLOAT64_ATOL)
-    assert calls
 
 
 @every_way

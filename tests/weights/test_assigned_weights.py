@@ -12,9 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.weights.files import read_weights
-from dcls_convert.weights.loading import assign_weights_, build_and_load, load_weights_
-
-from ..recorded_calls import recording
+from dcls_convert.weights.loading import assign_weights_, load_weights_
 
 FAMILIES = {
     "timm:test_convnext": {},
@@ -68,19 +66,6 @@ def test_a_model_filled_from_a_file_equals_one_that_is_built_and_loaded(tmp_path
         load_weights_(ordinary, read_weights(tmp_path / "w.safetensors"), "file")
         check_equal_tensors(meta, ordinary)
         assert [m.training for m in meta.modules()] == [m.training for m in ordinary.modules()]
-
-
-def test_the_users_own_code_is_run_once(monkeypatch):
-    calls = []
-    build_own = recording(lambda: nn.Linear(2, 2), calls)
-    monkeypatch.setattr("builtins.build_own", build_own, raising=False)
-    build_and_load(
-        ModelSource(name="builtins:build_own"),
-        nn.Linear(2, 2).state_dict(),
-        "file",
-        prepare_=nn.Module.eval,
-    )
-    assert len(calls) == 1
 
 
 def test_a_view_in_a_file_does_not_share_its_memory_with_the_model():

@@ -11,7 +11,6 @@ import re
 import struct
 import zipfile
 
-import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +19,7 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.weights.files import load_safetensors, read_weights
+from dcls_convert.weights.files import read_weights
 from dcls_convert.weights.loading import load_weights_
 
 FIRST = "0.weight"  # first tensor of `network`
@@ -50,24 +49,9 @@ class Payload:
         return ran, ("payload",)
 
 
-def nested(depth):
-    """A tuple that holds the same tuple twice, and so on: small in a file, 2**depth as text."""
-    return () if depth == 0 else (nested(depth - 1),) * 2
-
-
-def holding_itself(_):
-    content = {}
-    content["model"] = content
-    return content
-
-
 CHANGES = {  # change of a tensor, and the file's error; None if the file is still read
     "NaN": (lambda t: t * torch.nan, r"has \d+ of \d+ values that are NaN or infinite"),
     "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
-    "complex": (
-        lambda t: t.to(torch.complex64),
-        r"is torch\.complex64, the model needs torch\.float32",
-    ),
     "empty": (lambda t: t[:0], r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)"),
     "sparse": (lambda t: t.to_sparse(), r"and torch\.sparse_coo on cpu; weights must be"),
     "payload": (lambda t: Payload(), r"save its state dict alone, torch\.save"),
@@ -114,30 +98,20 @@ DAMAGES = {
         data(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"),
         NEITHER + r"'version https://git-lfs.github.com/spec/v1\\noid sha256:00\\nsize 9\\n'$",
     ),
-    "arrays.npz": (lambda _, path: numpy.savez(path, a=numpy.ones(2)), NEITHER + r"'PK\\x03\\x04"),
     "cut.pth": (cut, NEITHER + r"'PK\\x03\\x04.*data\.pkl"),
     "compressed.pth": (compressed, r"unpacks to 4,19\d,\d+ bytes, more than the file has"),
     "whole model.pth": (
         torch_file(lambda _: network()),
         r"save its state dict alone, .* more than tensors \(torch\.nn\.modules\.batchnorm",
     ),
-    "code.pth": (
-        torch_file(lambda _: Payload()),
-        r"more than tensors \(tests[.\w]*\.ran\), which would run code, or it is damaged$",
-    ),
     "short header.safetensors": (data(struct.pack("<Q", 100) + b"{}"), NO_SAFETENSORS),
     "tensor.pth": (
         torch_file(lambda _: torch.zeros(3)),
         r"holds a Tensor, not a state dict \(names to tensors\)",
     ),
-    "holds itself.pth": (torch_file(holding_itself), "holds model, not a state dict"),
     "one missing.pth": (
         torch_file(lambda s: {n: s[n] for n in s if n != FIRST}),
         f"does not fit the model; missing: {FIRST}$",
-    ),
-    "tuple as key.pth": (
-        torch_file(lambda s: {"epoch": 1, "model": {nested(20): torch.ones(2), **s}}),
-        "has a key of type tuple; weights have names",
     ),
     **{
         f"{change}.pth": (torch_file(lambda s, make=make: s | {FIRST: make(s[FIRST])}), says)
@@ -166,15 +140,6 @@ def test_each_damage_is_an_error_of_one_line_and_the_model_stays_as_it_is(tmp_pa
 def check_line(error):
     assert re.fullmatch(r".{1,600}", str(error))
     assert str(error).isprintable()
-
-
-def test_a_pointer_in_the_place_of_a_folders_weights_is_shown(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(
-        CheckpointError, match=f"{NO_SAFETENSORS}.* begins with 'version https://git"
-    ):
-        load_safetensors(path)
 
 
 def test_a_url_is_refused_with_all_its_slashes():
@@ -226,23 +191,12 @@ def test_shards_are_read_by_their_index_or_folder_and_one_is_not_taken_for_all(t
         read_weights(index)
 
 
-OUTSIDE = "its weight_map must name files beside it"
-INDICES = {
-    "a file elsewhere": ({"weight_map": {"a": "../w.pth"}}, OUTSIDE),
-    "no mapping": ({"weight_map": ["w.pth"]}, "needs a weight_map of files"),
-}
-
-
-@pytest.mark.parametrize("kind", INDICES)
-def test_an_index_names_files_beside_it_and_no_others(tmp_path, kind):
-    content, says = INDICES[kind]
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for place in (tmp_path, folder):
-        torch.save({"a": torch.ones(1)}, place / "w.pth")
-    index = folder / "w.index.json"
-    index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=says):
+def test_an_index_names_files_beside_it_and_no_others(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "w.pth")
+    index = tmp_path / "folder" / "w.index.json"
+    index.parent.mkdir()
+    index.write_text(json.dumps({"weight_map": {"a": "../w.pth"}}))
+    with pytest.raises(CheckpointError, match="its weight_map must name files beside it"):
         read_weights(index)
 
 
