@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import re
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,14 +42,8 @@ class Recorded(NamedTuple):
     warps: int
     stages: int
 
-    def __str__(self) -> str:
-        constants = ", ".join(f"{name}={value}" for name, value in self.constants)
-        dtypes = ", ".join(TYPES[dtype] for dtype in self.dtypes)
-        return f"{self.kernel.__name__}({dtypes}; {constants})"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
+class Compiled(NamedTuple):
     """What a compiled kernel needs."""
 
     shared_bytes: int

@@ -85,12 +85,12 @@ def test_kernels_compile_without_spilling(gpu):
     target = GPUS[gpu]
     for launch in launches_of_layers(target):
         compiled = compile_for(target, launch)
-        assert compiled.spilled == 0, str(launch)
-        assert compiled.shared_bytes <= SHARED_BYTES[target.backend], str(launch)
+        assert compiled.spilled == 0, launch
+        assert compiled.shared_bytes <= SHARED_BYTES[target.backend], launch
         # ptxas says so if products of tensor cores wait for each other.
-        assert "serialized" not in compiled.messages, str(launch)
+        assert "serialized" not in compiled.messages, launch
         if gpu == "sm_90" and launch.stages > 1:
-            assert "wgmma" in compiled.code, str(launch)
+            assert "wgmma" in compiled.code, launch
 
 
 @pytest.mark.slow

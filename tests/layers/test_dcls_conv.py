@@ -212,17 +212,11 @@ def test_a_layer_computes_what_the_plain_convolution_with_its_kernel_does(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "training", "trainable"),
-    [
-        (torch.bfloat16, "cpu", True, (False, True)),
-        (torch.float64, "cpu", False, (True, False)),
-        (torch.float32, "meta", True, (True, True)),
-    ],
+    ("dtype", "training", "trainable"),
+    [(torch.bfloat16, True, (False, True)), (torch.float64, False, (True, False))],
 )
-def test_state_of_the_convolution_is_kept_by_converting_and_fusing(
-    dtype, device, training, trainable
-):
-    conv = nn.Conv2d(2, 4, (3, 4), dtype=dtype, device=device).train(training)
+def test_state_of_the_convolution_is_kept_by_converting_and_fusing(dtype, training, trainable):
+    conv = nn.Conv2d(2, 4, (3, 4), dtype=dtype).train(training)
     conv.weight.requires_grad_(trainable[0])
     conv.bias.requires_grad_(trainable[1])
     conv.note = conv.weight.note = "kept"
@@ -236,19 +230,14 @@ def test_state_of_the_convolution_is_kept_by_converting_and_fusing(
         assert (new.training, new.note, new.weight.note) == (training, "kept", "kept")
         assert new.bias is conv.bias
         assert new.bias.requires_grad is trainable[1]
-        assert {parameter.device for parameter in new.parameters()} == {conv.weight.device}
         for name, parameter in new.named_parameters():
             if name in ("positions", "sigma"):
                 assert parameter.dtype == torch.promote_types(dtype, torch.float32)
             else:
                 assert parameter.dtype == dtype
     # The elements are trained if the weight was.
-    assert {
-        layer.weight.requires_grad,
-        layer.positions.requires_grad,
-        layer.sigma.requires_grad,
-    } == {trainable[0]}
-    assert fused.weight.requires_grad is trainable[0]
+    for tensor in (layer.weight, layer.positions, layer.sigma, fused.weight):
+        assert tensor.requires_grad is trainable[0]
 
 
 def test_hooks_are_carried_over_and_their_handles_still_remove_them():

@@ -432,22 +432,6 @@ def test_the_border_of_a_map_may_cut_what_its_last_cells_reach():
     assert site.one_sided_axes == (0,)
 
 
-class InTwoParts(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, first, others):
-        return self.model(torch.cat([first, others], 1))
-
-
-def test_channels_may_come_in_several_inputs():
-    model = InTwoParts(FORMS["padded by a hook"][1]())
-    inputs = (torch.zeros(1, 1, 12), torch.zeros(1, 1, 12))
-    (site,) = find_convs(model, example_inputs=inputs).sites
-    assert site.one_sided_axes == (0,)
-
-
 OTHER_ORDERS = {
     "time first": lambda y: y.permute(2, 0, 1),
     "batch and time together": lambda y: y.mT.reshape(-1, y.shape[1]),
@@ -461,28 +445,6 @@ OTHER_ORDERS = {
 def test_outputs_may_have_any_order_of_axes(order):
     model = Call(lambda x, c: OTHER_ORDERS[order](c(later(x))), conv(1))
     (site,) = find_convs(model, INPUT[1]).sites
-    assert site.one_sided_axes == (0,)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16])
-def test_inputs_may_have_any_values_of_a_dtype(dtype):
-    model = Call(lambda x, c: c(later(x.to(c.weight.dtype))), conv(1))
-    least, most = (
-        (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    )
-    example = torch.tensor([least, most])
-    (site,) = find_convs(model, example_inputs=example.repeat(1, 2, 6).to(dtype)).sites
-    assert site.one_sided_axes == (0,)
-
-
-def test_time_may_come_before_the_channels_of_an_input():
-    """Video (N, time, channels, rows, columns)."""
-
-    def use(x, c):
-        x = F.pad(x.transpose(1, 2), (0, 0, 0, 0, 1, -1))
-        return c(x).transpose(1, 2)
-
-    (site,) = find_convs(Call(use, conv(3)), example_inputs=torch.zeros(1, 12, 2, 6, 6)).sites
     assert site.one_sided_axes == (0,)
 
 

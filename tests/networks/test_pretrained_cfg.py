@@ -4,8 +4,6 @@ import re
 
 import pytest
 import timm
-import torch
-import torchvision
 
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.building import build_model, shapes_of
@@ -28,15 +26,6 @@ def test_timm_says_how_it_built_a_model(name, args):
     rebuilt = build_model(source, device="meta")
     assert shapes_of(rebuilt) == shapes_of(model)
     assert repr(rebuilt) == repr(model)
-
-
-def test_models_that_no_name_and_plain_values_build_have_no_source():
-    for model in (
-        torch.nn.ReLU(),
-        torchvision.models.resnet18(),
-        timm.create_model(TINY, act_layer=torch.nn.ReLU),
-    ):
-        assert stated_source(model) is None
 
 
 def test_pretrained_inceptions_normalise_their_inputs():

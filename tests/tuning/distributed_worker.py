@@ -113,7 +113,6 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     elif case.engine == "ddp":
         model = DistributedDataParallel(inner_model)
     optimizer = torch.optim.AdamW(tuning.param_groups(inner_model, lr=0.01, position_lr_scale=20.0))
-    record = tuning.PositionTracker(inner_model).update(0).to_json()
     own_images = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
     losses = []
     for step in range(STEPS):
@@ -138,7 +137,6 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
         "losses": torch.stack(losses),
         "ties": ties(inner_model),
         "ties averaged": ties(averaged.module),
-        "record": record,
     }
 
 

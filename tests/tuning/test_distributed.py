@@ -69,7 +69,6 @@ def test_steps_equal_those_of_one_process_with_the_whole_batch_and_ties_hold(tra
     assert moved.abs().max() > 0.1
     for results in together:
         assert results["ties"] == results["ties averaged"] == alone["ties"]
-        assert results["record"] == alone["record"]
     assert {count for _, count in alone["ties"]} == {1}
     start.load_state_dict(first["state"])  # the gathered state loads into an unsharded model
     at_border = first["state"]["stages.2.blocks.0.conv_dw.positions"].abs() == 4

@@ -3,7 +3,6 @@
 Code in them never runs.
 """
 
-import contextlib
 import io
 import json
 import os
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
@@ -49,21 +48,14 @@ class Payload:
         return ran, ("payload",)
 
 
-CHANGES = {  # change of a tensor, and the file's error; None if the file is still read
-    "NaN": (lambda t: t * torch.nan, r"has \d+ of \d+ values that are NaN or infinite"),
-    "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
-    "empty": (lambda t: t[:0], r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)"),
-    "sparse": (lambda t: t.to_sparse(), r"and torch\.sparse_coo on cpu; weights must be"),
-    "payload": (lambda t: Payload(), r"save its state dict alone, torch\.save"),
-    "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
-    "float8": (lambda t: t.to(torch.float8_e4m3fn), None),
-    "parameter": (nn.Parameter, None),
-}
-
-
 def torch_file(content):
     """Return a function that saves `content(state)` with torch.save."""
     return lambda state, path: torch.save(content(state), path)
+
+
+def with_first(change):
+    """Return a function that saves the state dict with its first tensor changed."""
+    return torch_file(lambda state: state | {FIRST: change(state[FIRST])})
 
 
 def data(content):
@@ -113,11 +105,23 @@ DAMAGES = {
         torch_file(lambda s: {n: s[n] for n in s if n != FIRST}),
         f"does not fit the model; missing: {FIRST}$",
     ),
-    **{
-        f"{change}.pth": (torch_file(lambda s, make=make: s | {FIRST: make(s[FIRST])}), says)
-        for change, (make, says) in CHANGES.items()
-        if says is not None
-    },
+    "NaN.pth": (
+        with_first(lambda tensor: tensor * torch.nan),
+        r"has \d+ of \d+ values that are NaN or infinite",
+    ),
+    "integers.pth": (
+        with_first(torch.Tensor.int),
+        r"is torch\.int32, the model needs torch\.float32",
+    ),
+    "no rows.pth": (
+        with_first(lambda tensor: tensor[:0]),
+        r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)",
+    ),
+    "sparse.pth": (
+        with_first(torch.Tensor.to_sparse),
+        r"and torch\.sparse_coo on cpu; weights must be",
+    ),
+    "payload.pth": (with_first(lambda _: Payload()), r"save its state dict alone, torch\.save"),
 }
 
 
@@ -149,7 +153,7 @@ def test_a_url_is_refused_with_all_its_slashes():
         read_weights("https://a.org/w.pth")
 
 
-@pytest.mark.parametrize("write", [torch_file(dict), lambda s, path: path.write_bytes(save(s))])
+@pytest.mark.parametrize("write", [torch_file(dict), save_file])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors", ""])
 def test_the_first_bytes_say_what_a_file_is_not_its_suffix(tmp_path, write, suffix):
     state = network().state_dict()
@@ -211,36 +215,23 @@ def test_a_folder_gives_its_one_file_of_weights(tmp_path):
     check_equal(read_weights(tmp_path), state)
 
 
-@st.composite
-def files(draw):
-    if draw(st.booleans()):
-        return ".safetensors", damaged(draw, save(network().state_dict()))
-    state = network().state_dict()
-    buffer = io.BytesIO()
-    for _ in range(draw(st.integers(0, 2))):
-        name = draw(st.sampled_from(sorted(state)))
-        (make, _) = CHANGES[draw(st.sampled_from(sorted(CHANGES)))]
-        with contextlib.suppress(Exception):  # a scalar has no rows, a list is no tensor, ...
-            state[draw(st.sampled_from([name, f"module.{name}", "more"]))] = make(state[name])
-    with contextlib.suppress(Exception):  # what torch cannot write
-        torch.save(state, buffer, _use_new_zipfile_serialization=draw(st.booleans()))
-    return ".pth", damaged(draw, buffer.getvalue())
-
-
 def damaged(draw, content):
     content = bytearray(content)
-    for _ in range(draw(st.sampled_from([0, 0, 1, 3, 30])) if content else 0):
+    for _ in range(draw(st.sampled_from([0, 0, 1, 3, 30]))):
         content[draw(st.integers(0, min(len(content) - 1, 2000)))] = draw(st.integers(0, 255))
     return bytes(content[: draw(st.none() | st.integers(0, len(content)))])
 
 
-@given(files())
+@given(st.data(), st.sampled_from(["safetensors", "zip", "pickle"]))
 @pytest.mark.filterwarnings("ignore")
-def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
-    suffix, content = file
-    path = tmp_path / f"weights{suffix}"
+def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, data, form):
+    path = tmp_path / "weights"
     model = network()
-    path.write_bytes(content)
+    if form == "safetensors":
+        save_file(model.state_dict(), path)
+    else:
+        torch.save(model.state_dict(), path, _use_new_zipfile_serialization=form == "zip")
+    path.write_bytes(damaged(data.draw, path.read_bytes()))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     RAN.clear()
     try:
