@@ -13,13 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.depthwise import onednn, products, table
 
-from ..layers.common import close
+from ..layers.common import close, randn
 from ..recorded_calls import recording
 from .by_table import conv2d
 
 FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
 MAX_PADDING_COLUMNS = 6
-CHANNELS_LAST = torch.channels_last
 every_way = pytest.mark.parametrize("way", ["onednn", "products"])
 
 
@@ -80,19 +79,13 @@ def cases(draw, max_side=24):
 
 
 def tensors(case, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
     channels = case["channels"]
     kernels = channels * case["kernels_per_channel"]
-    input = torch.randn(
-        case["batch"], channels, *case["side"], dtype=torch.float64, generator=generator
-    )
-    kernel = torch.randn(kernels, 1, *case["window"], dtype=torch.float64, generator=generator)
-    bias = []
-    if case["bias"]:
-        bias.append(torch.randn(kernels, dtype=torch.float64, generator=generator))
-    input = input.to(
-        memory_format=CHANNELS_LAST if case["channels_last"] else torch.contiguous_format
-    )
+    input = randn(case["batch"], channels, *case["side"])
+    if case["channels_last"]:
+        input = input.to(memory_format=torch.channels_last)
+    kernel = randn(kernels, 1, *case["window"], seed=1)
+    bias = [randn(kernels, seed=2)] if case["bias"] else []
     arguments = case["stride"], case["padding"], (1, 1), channels
     return [tensor.to(dtype).requires_grad_() for tensor in (input, kernel, *bias)], arguments
 
@@ -103,9 +96,7 @@ def call(function, inputs, arguments):
 
 def outputs_and_gradients(function, inputs, arguments):
     output = call(function, inputs, arguments)
-    grad_output = torch.randn(
-        output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    grad_output = randn(*output.shape, seed=1)
     return [output, *torch.autograd.grad((output * grad_output.to(output.dtype)).sum(), inputs)]
 
 

@@ -99,8 +99,8 @@ def finished(folder: Path, script: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """A folder with the files and programs that the page needs."""
+def prepared(tmp_path_factory):
+    """A folder with the files and programs that the page needs, images and converted models."""
     folder = tmp_path_factory.mktemp("cluster")
     for name in ("imagenet.slurm", "timm_train.py"):
         shutil.copy(EXAMPLES / name, folder)
@@ -110,6 +110,14 @@ def cluster(tmp_path_factory):
     (folder / "train.py").write_text(cpu_script)
     for name, line in STUBS.items():
         program(folder / "bin" / name, line)
+    for split, images in (("train", IMAGES), ("val", 4)):
+        for index in range(images):
+            path = folder / "imagenet" / split / f"n{index % 2}" / f"{index}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((40, 36), 80 + index).convert("RGB").save(path)
+    with contextlib.chdir(folder):
+        for line in changed(CONVERT, FIRST).splitlines():
+            run(*line.split()[1:])
     return folder
 
 
@@ -117,19 +125,6 @@ def program(path: Path, line: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{line}\n")
     path.chmod(0o755)
-
-
-@pytest.fixture(scope="module")
-def prepared(cluster):
-    for split, images in (("train", IMAGES), ("val", 4)):
-        for index in range(images):
-            path = cluster / "imagenet" / split / f"n{index % 2}" / f"{index}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.effect_noise((40, 36), 80 + index).convert("RGB").save(path)
-    with contextlib.chdir(cluster):
-        for line in changed(CONVERT, FIRST).splitlines():
-            run(*line.split()[1:])
-    return cluster
 
 
 @pytest.fixture(scope="module")
