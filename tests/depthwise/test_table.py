@@ -97,25 +97,13 @@ def test_cpus_use_onednn_and_blocks_only_in_tritons_interpreter(monkeypatch):
         ({"dilation": (1, 2)}, "torch"),
         ({"input_shape": (0, 96, 56, 56)}, "torch"),
         ({"dtype": torch.float64}, "torch"),
+        ({"input_shape": (4_096, 96, 1_024, 512)}, "onednn"),  # 2**31 cells of a channel
     ],
 )
 def test_what_blocks_cannot_compute_is_computed_by_torch(changes, on_cpu):
     assert chosen() == "blocks"
     assert chosen(**changes) == "torch"
     assert chosen("blocks", **{**ON_CPU, **changes}) == on_cpu
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 65_536, 8, 8),  # more programs than an axis of a grid has
-        (1, 4_096, 1_024, 512),  # 2**31 numbers in an image
-    ],
-)
-def test_maps_that_are_too_large_for_the_kernels_are_computed_by_torch(shape):
-    channels = shape[1]
-    large = {"input_shape": shape, "kernel_shape": (channels, 1, 17, 17), "groups": channels}
-    assert chosen(**large) == "torch"
 
 
 def test_a_gpu_that_could_use_blocks_and_does_not_is_reported_once(monkeypatch, caplog):

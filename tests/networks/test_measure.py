@@ -130,16 +130,10 @@ def test_a_convolution_that_other_code_uses_stays_with_the_reason(name):
 
 HARMLESS = {
     "dtype": lambda conv, x: conv(x.to(conv.weight.dtype)),
-    "device": lambda conv, x: conv(x.to(conv.weight.device)),
-    "to": lambda conv, x: conv(x.to(conv.weight)),
-    "type_as": lambda conv, x: conv(x.type_as(conv.weight)),
     "first parameter": lambda conv, x: conv(x.to(next(conv.parameters()).device)),
-    "new tensor": lambda conv, x: conv(x) + conv.weight.new_zeros(1),
-    "type": lambda conv, x: conv(x) if conv.weight.is_floating_point() else x,
     "channels": lambda conv, x: conv(x) + x.new_zeros(conv.out_channels, 1, 1),
     "stride": lambda conv, x: conv(x) * conv.stride[0],
     "bias": lambda conv, x: conv(x) - conv.bias.view(-1, 1, 1),
-    "length of padding": lambda conv, x: conv(x) * len(conv.padding),
 }
 
 

@@ -446,17 +446,3 @@ def test_outputs_may_have_any_order_of_axes(order):
     model = Call(lambda x, c: OTHER_ORDERS[order](c(later(x))), conv(1))
     (site,) = find_convs(model, INPUT[1]).sites
     assert site.one_sided_axes == (0,)
-
-
-def test_a_deep_network_of_halves_does_not_overflow():
-    convs = [conv(1, channels=8) for _ in range(14)]
-    model = Call(lambda x, *cs: residual_of_shifts(x, cs), *convs).half()
-    found = find_convs(model, (8, 32))
-    assert found.not_measured is None
-    assert [site.one_sided_axes for site in found.sites] == [(0,)] * 14
-
-
-def residual_of_shifts(x, convs):
-    for c in convs:
-        x = x + F.gelu(c(later(x)))
-    return x
