@@ -275,6 +275,17 @@ def test_the_cells_of_largest_energy_are_chosen_at_positions_that_all_layers_sha
     assert torch.equal(positions, torch.stack([2 * (cells // 4) - 2, cells % 4 - 2]).double())
 
 
+def test_with_a_dense_axis_the_cells_of_each_line_are_chosen():
+    kernels = [randn(2, 3, 3, 4, seed=seed) for seed in range(2)]
+    options = {"kernel_count": 3, "dense_axes": (0,)}
+    weights, positions = largest_elements(kernels, dilation=(1, 2), size=(3, 9), **options)
+    for row in range(3):
+        lines = [kernel[:, :, row] for kernel in kernels]
+        expected = largest_elements(lines, kernel_count=3, dilation=(2,), size=(9,))
+        chosen = [weight[:, :, row] for weight in weights], positions[:, :, :, row]
+        close(chosen, expected, atol=0)
+
+
 # Positions stay inside the window.
 
 

@@ -23,7 +23,7 @@ from dcls_convert.networks.position_parameters import position_parameters
 from dcls_convert.networks.wrappers import inside_wrappers
 
 from ..conftest import TINY
-from .models import Plain, converted, named
+from .models import converted, named
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 # Schedulers of the page's table: with one rate for all groups, and with one for each.
@@ -37,7 +37,7 @@ KEEPING = (
 )
 
 
-@pytest.fixture(params=["tied", "gaussian", "resnet", "plain", "no dcls"])
+@pytest.fixture(params=["tied", "gaussian", "resnet", "no dcls"])
 def model(request):
     return converted(request.param)
 
@@ -78,13 +78,7 @@ def without(groups, names) -> list[dict]:
 def test_groups_equal_those_of_timm_except_for_positions(model, options):
     for parameter in list(model.parameters())[::3]:
         parameter.requires_grad = False
-    extra = {
-        *options.get("no_weight_decay_list", ()),
-        *({"token"} if isinstance(model, Plain) else ()),
-    }
-    timms = param_groups_weight_decay(
-        model, **{"weight_decay": 0.05, **options, "no_weight_decay_list": extra}
-    )
+    timms = param_groups_weight_decay(model, **{"weight_decay": 0.05, **options})
     ours = named(model, tuning.param_groups(model, **options))
     moving = moving_names(model)
     rest = without(ours, moving)
