@@ -3,6 +3,7 @@ every mode.
 """
 
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dcls_convert.depthwise import onednn, products, table
 
 from ..layers.common import close, randn
-from ..recorded_calls import recording
 from .by_table import conv2d
 
 FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
@@ -31,17 +31,16 @@ def prefer(patch, way):
 def computed_by(way):
     """Compute convolutions of any dtype by this algorithm inside a `with` block, on any processor.
 
-    Yields a list with an entry for each convolution that was computed.
+    Yields a function that knows whether it was called.
     """
-    calls = []
     module = {"onednn": onednn, "products": products}[way]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn, "max_padding_columns", lambda: MAX_PADDING_COLUMNS)
         patch.setattr(onednn, "DTYPES", table.PRODUCTS_DTYPES)
         prefer(patch, way)
         name = f"depthwise_by_{way}"
-        patch.setattr(module, name, recording(getattr(module, name), calls))
-        yield calls
+        patch.setattr(module, name, algorithm := Mock(wraps=getattr(module, name)))
+        yield algorithm
 
 
 DEFAULTS = {
@@ -152,9 +151,9 @@ def test_rounding_is_little_more_than_torchs(way, dtype):
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(F.conv2d, exact_inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-    with computed_by(way) as calls:
+    with computed_by(way) as algorithm:
         ours = outputs_and_gradients(conv2d, inputs, arguments)
-    assert calls
+    assert algorithm.called
     # In float32, oneDNN adds in an order of its own.
     factor = 10 if (way, dtype) == ("onednn", torch.float32) else 1.5
     for result, torch_result, expected in zip(ours, theirs, exact, strict=True):
@@ -173,9 +172,9 @@ def test_autocast_gives_what_torch_gives_under_it(way, dtype):
     inputs, arguments = tensors(WIDE, dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-        with computed_by(way) as calls:
+        with computed_by(way) as algorithm:
             ours = outputs_and_gradients(conv2d, inputs, arguments)
-    assert calls
+    assert algorithm.called
     close(ours, theirs, atol=0.5)
 
 
@@ -184,8 +183,8 @@ def test_a_flop_counter_counts_the_convolution(way):
     inputs, arguments = tensors(make_case((17, 17), (8, 8), (14, 14), channels=4))
     counts = []
     for convolve in (conv2d, F.conv2d):
-        with computed_by(way) as calls, FlopCounterMode(display=False) as counter:
+        with computed_by(way) as algorithm, FlopCounterMode(display=False) as counter:
             outputs_and_gradients(convolve, inputs, arguments)
         counts.append(counter.get_total_flops())
-    assert not calls
+    assert not algorithm.called
     assert counts[0] == counts[1] > 0

@@ -93,6 +93,14 @@ def test_the_scale_follows_the_number_of_elements(count):
     torch.testing.assert_close(energy, conv.gain.flatten().square(), rtol=1e-4, atol=0)
 
 
+def test_the_elements_are_the_largest_weights_as_they_are_convolved():
+    """After standardisation, a weight equal to the filter's mean is 0, however large it is."""
+    conv = StdConv2d(1, 1, 3, padding=1)
+    conv.weight.data = torch.tensor([5.0] * 7 + [4.0, 6.0]).reshape(1, 1, 3, 3)
+    layer = DclsConv2d.from_conv(conv, kernel_count=2, dilated_kernel_size=3)
+    assert layer.weight.flatten().tolist() == [4, 6]
+
+
 def test_same_padding_with_a_stride_above_the_kernel_is_refused():
     """There, the old layer drops cells at the border that a larger window would see."""
     with pytest.raises(ValueError, match="at least the stride 2, not 1"):
