@@ -6,6 +6,7 @@ import torchvision
 from torch import nn
 
 from dcls_convert import find_convs, plan_conversion
+from dcls_convert.networks.stages import output_stride
 
 from ..planning.nets import convs_of
 
@@ -123,3 +124,7 @@ def test_the_number_of_a_whole_network_is_not_a_stage(name):
     assert convs.stages_from == STRUCTURE
     stages = [f"{name}.stages.{index}" for index in range(3) for _ in range(2)]
     assert [site.stage for site in convs.sites] == stages
+
+
+def test_the_output_stride_is_a_power_of_two_however_borders_are_treated():
+    assert output_stride((299, 299), (38, 35)) == (8, 8)

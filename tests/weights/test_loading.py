@@ -14,7 +14,7 @@ from dcls_convert.conversion.load import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.progress import ignore_messages
-from dcls_convert.weights.loading import load_weights_
+from dcls_convert.weights.loading import differing_classifier, load_weights_
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
@@ -97,6 +97,15 @@ def test_masks_and_counters_of_a_model_are_loaded():
     assert torch.equal(model.mask, torch.full((2, 2), -torch.inf).tril(-1))
     with pytest.raises(CheckpointError, match="weight has 1 of 2 values"):
         load_weights_(model, state | {"weight": torch.tensor([0.0, -torch.inf])}, "file")
+
+
+def test_a_layer_whose_name_begins_like_the_classifiers_is_not_the_classifier():
+    model = torch.nn.Sequential()
+    model.head_conv = torch.nn.Linear(3, 2)
+    model.head = torch.nn.Linear(2, 5)
+    larger = {"head_conv.weight": (2, 4), "head.weight": (7, 2), "head.bias": (7,)}
+    state = model.state_dict() | {name: torch.ones(shape) for name, shape in larger.items()}
+    assert differing_classifier(model, state) == ["head.weight", "head.bias"]
 
 
 def test_pretrained_weights_come_from_timm_or_a_folder_which_is_not_needed_later(
