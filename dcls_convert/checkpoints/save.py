@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..errors import check_argument
+from ..networks.pretrained_cfg import stated_source
 from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
 from ..output import new_output
@@ -120,13 +121,16 @@ def _as_it_is(
 
     The arguments are those of `save_converted`, and the errors.
     """
+    built_by = None if source is None else resolve_model(source)
     if isinstance(plan, str | Path):
         plan = open_checkpoint(plan).plan
+    elif source is None and isinstance(plan, ConversionPlan) and plan.source is None:
+        built_by = stated_source(model)  # planned by `find_convs`, which notes no source
     check_argument("plan", plan, ConversionPlan)
     plan = plan_for_features(model, plan)
     check_layers(model, plan)
-    if source is not None:
-        plan = plan_for_source(resolve_model(source), plan)
+    if built_by is not None:
+        plan = plan_for_source(built_by, plan)
     state = clamped_state_(model)
     return with_current_args(plan, model, state), state
 

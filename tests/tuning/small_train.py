@@ -7,10 +7,8 @@ instead.
 """
 
 import argparse
-import ast
 import contextlib
 import logging
-import sys
 from pathlib import Path
 
 import torch
@@ -28,49 +26,77 @@ from timm.utils import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-# Defaults of train.py, for the options that timm's functions need.
-DEFAULTS = {
-    "output": "output/train",
-    "resume": "",
-    "drop_path": None,
-    "num_classes": None,
-    "momentum": 0.9,
-    "model_ema": False,
-    "model_ema_decay": 0.9998,
-    "sched_on_updates": False,
-    "warmup_prefix": False,
-    "cooldown_epochs": 0,
-    "decay_epochs": 90.0,
-    "decay_rate": 0.1,
-    "patience_epochs": 10,
-    "amp": False,
-    "amp_dtype": "float16",
-    "opt_eps": None,
-    "opt_betas": None,
-    "layer_decay": None,
+# The options of train.py with their defaults, by type.
+STRINGS = {
+    "model": "resnet50",
+    "data-dir": None,
     "dataset": "",
+    "output": "output/train",
+    "experiment": "",
+    "resume": "",
+    "opt": "sgd",
+    "sched": "cosine",
+    "aa": None,
+    "remode": "pixel",
+    "train-interpolation": "random",
+    "amp-dtype": "float16",
+    "device": "cuda",
 }
+INTEGERS = {
+    "batch-size": 128,
+    "grad-accum-steps": 1,
+    "epochs": 300,
+    "warmup-epochs": 5,
+    "cooldown-epochs": 0,
+    "workers": 4,
+    "patience-epochs": 10,
+    "recount": 1,
+    "num-classes": None,
+}
+FLOATS = {
+    "lr": 0.05,
+    "weight-decay": 2e-5,
+    "momentum": 0.9,
+    "warmup-lr": 1e-5,
+    "min-lr": 0.0,
+    "decay-epochs": 90.0,
+    "decay-rate": 0.1,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "smoothing": 0.1,
+    "reprob": 0.0,
+    "crop-pct": None,
+    "drop-path": None,
+    "bce-target-thresh": None,
+    "model-ema-decay": 0.9998,
+}
+FLAGS = (
+    "pretrained",
+    "sched-on-updates",
+    "warmup-prefix",
+    "amp",
+    "bce-loss",
+    "model-ema",
+    "pin-mem",
+)
 
 
 def parse():
-    """Return the options of the command line, as numbers where they are numbers."""
-    options = dict(DEFAULTS)
-    for word in sys.argv[1:]:
-        if word.startswith("--"):
-            values = options[word[2:].replace("-", "_")] = []
-        else:
-            with contextlib.suppress(ValueError, SyntaxError):
-                word = ast.literal_eval(word)
-            values.append(word)
-    for name, values in options.items():
-        if isinstance(values, list) and len(values) < 2:
-            options[name] = values[0] if values else True
-    return argparse.Namespace(**options)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for kind, defaults in ((str, STRINGS), (int, INTEGERS), (float, FLOATS)):
+        for name, default in defaults.items():
+            parser.add_argument(f"--{name}", type=kind, default=default)
+    for name in FLAGS:
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--input-size", type=int, nargs=3)
+    parser.add_argument("--opt-betas", type=float, nargs="+")
+    return parser.parse_args()
 
 
 def main():
     setup_default_logging()
     args = parse()
+    args.opt_eps = args.layer_decay = None
     device = init_distributed_device(args)
     random_seed(42, args.rank)
     model = create_model(
