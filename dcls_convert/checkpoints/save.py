@@ -42,7 +42,8 @@ def save_converted(
     model: names, shapes, and outputs for a random image of the plan's input size. If they differ,
     because the model got another activation after its conversion for example, it is saved as the
     user's own network, with a warning that says how to load it. This takes the memory of one more
-    copy of the model, on its device, the time to read it, and three forward passes of one image.
+    copy of the model, on its device, the time to read it, and three forward passes of one image,
+    or six if a parameter is nearly zero.
 
     Args:
         model: Converted by `apply_plan_(model, plan)`; its positions are clamped to their windows.

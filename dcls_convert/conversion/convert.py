@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..networks.measure import not_measured_text
 from ..networks.pretrained_cfg import set_normalisation_
@@ -148,12 +148,8 @@ def _convert_(
     request = conversion.request
     plan = conversion.plan
     notify("converting")
-    overwritten: list[Tensor] = []
-    if images is not None:  # biases and running means are corrected
-        tensors = (*network.parameters(), *network.buffers())
-        overwritten = [tensor for tensor in tensors if tensor.dim() == 1]
     before = None
-    with unchanged_on_failure(network, values=overwritten):
+    with unchanged_on_failure(network):
         if request.trained and request.start != "random":
             before = outputs_before_conversion(network, plan, images)
         report = apply_plan_(

@@ -1,11 +1,11 @@
-"""Measure which convolutions of a network may be replaced, by running it in its own place.
+"""Measure which convolutions may be replaced, by running the network with stand-ins for them.
 
 1. Stand-ins take the places of the convolutions. To all code that looks at them they are DCLS
    layers, but they compute what the convolutions did, and no weight has its values any more, old or
    new. So if outputs change, other code uses the convolution in some way.
-2. A cell of the input changes, and so do outputs. Where they look to one side alone, as in a causal
-   network, kernels grow along an axis. Convolutions that then let outputs look to the other side
-   must not grow along it.
+2. One cell of the input is changed, to see which outputs change. If they look to one side alone, as
+   in a causal network, each kernel is made longer along an axis. A convolution that then lets
+   outputs look to the other side must not grow along it.
 
 Afterwards, everything is as it was, also after an error.
 """
@@ -239,23 +239,38 @@ class _Measurement:
         if not self.has_changed and _agree(self.outputs, self.run(self.other_inputs())):
             raise CannotMeasureError("its outputs do not change with its inputs")
         before = one_way(before)
-        for axis in range(3 if before else 0):
-
-            def look_further(some: Sequence[str], axis: int = axis) -> bool:
-                convs = [self.convs[name] for name in some]
-                try:
-                    with in_place(self.model, {c: with_longer_kernel(c, axis) for c in convs}):
-                        return have_new_side(before, self._reaches())
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
-                    return True  # it does not take longer kernels
-
-            growing = [name for name in names if grows(self.convs[name], axis)]
-            if growing and look_further(growing):
-                for name in _culprits(growing, look_further):
-                    axes[name] = (*axes.get(name, ()), axis)
+        if not before:
+            return axes
+        for axis in range(3):
+            for name in self._looking_further(names, axis, before):
+                axes[name] = (*axes.get(name, ()), axis)
         return axes
+
+    def _looking_further(self, names: Sequence[str], axis: int, before: Reaches) -> list[str]:
+        """Return the convolutions by which outputs look to a new side if they grow along an axis.
+
+        Args:
+            names: The convolutions.
+            axis: The axis.
+            before: How far outputs look now, where they look one way.
+        """
+
+        def look_further(some: Sequence[str]) -> bool:
+            longer = {}
+            for name in some:
+                longer[self.convs[name]] = with_longer_kernel(self.convs[name], axis)
+            try:
+                with in_place(self.model, longer):
+                    return have_new_side(before, self._reaches())
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
+                return True  # it does not take longer kernels
+
+        growing = [name for name in names if grows(self.convs[name], axis)]
+        if growing and look_further(growing):
+            return _culprits(growing, look_further)
+        return []
 
     def _reaches(self) -> Reaches:
         """Return how far the outputs look, by the input, its axes, and the output."""

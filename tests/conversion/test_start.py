@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,7 +20,6 @@ def converted(model, size, image, **options):
     return model
 
 
-@settings(max_examples=12, deadline=None)
 @given(
     growth=st.tuples(st.sampled_from([0, 2, 6]), st.sampled_from([0, 4])),
     count=st.integers(1, 9),
@@ -54,7 +53,6 @@ def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels(
                 assert torch.isin(module.weight, cells).all()
 
 
-@settings(max_examples=20, deadline=None)
 @given(map_size=st.tuples(st.integers(1, 9), st.integers(1, 9)), kernel=st.sampled_from([3, 4]))
 def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_exceed_it(
     map_size, kernel

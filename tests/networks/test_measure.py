@@ -205,3 +205,4 @@ def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypat
 def test_outputs_of_the_last_place_alone_show_no_side():
     convs = find_convs(User(lambda conv, x: conv(x)[..., -1]), IMAGE)
     assert convs.not_measured is None
+    assert {site.one_sided_axes for site in convs.sites} == {()}

@@ -382,6 +382,8 @@ ORDINARY = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_centred_convolutions_are_not_lost(name):
     use, *convs = ORDINARY[name]
+    for own in convs:
+        own.reset_parameters()  # seeded
     model = Call(use, *convs)
     convs = find_convs(model, INPUT[2])
     assert convs.not_measured is None
