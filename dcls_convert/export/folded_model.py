@@ -17,7 +17,7 @@ from ..networks.running import image_dtype, suppress_output
 from ..progress import Notify
 from ..records import Record
 from ..text import one_line, shortened
-from .formats import Kind
+from .formats import OutputKind
 
 COMPARED_IMAGES = 3  # images on which outputs are compared
 FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders sums
@@ -30,7 +30,7 @@ class ExportReport(Record):
     format: int = 1  # of this record
     checkpoint: str
     output: str
-    kind: Kind
+    kind: OutputKind
     relative_error: float  # of the outputs; the larger of the errors of folding and of the format
     loading: str  # lines of Python that load the output
     layers: int
@@ -57,7 +57,7 @@ class FoldedModel:
     force: bool
     notify: Notify
 
-    def report(self, kind: Kind, error: float, loading: str, **fields: Any) -> ExportReport:
+    def report(self, kind: OutputKind, error: float, loading: str, **fields: Any) -> ExportReport:
         """Return the report of what was written.
 
         Args:

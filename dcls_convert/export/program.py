@@ -27,7 +27,7 @@ from .folded_model import (
     root_cause,
     run_model,
 )
-from .formats import Kind
+from .formats import OutputKind
 
 ONNX_BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
 # Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
@@ -108,7 +108,7 @@ def _output_names(outputs: Any, name: str = "") -> Iterator[str]:
 
 def _write_file(
     folded: FoldedModel,
-    kind: Kind,
+    kind: OutputKind,
     write: Callable[[ExportedProgram, Path], LoadedFile],
     bound: float,
     loading: str,
