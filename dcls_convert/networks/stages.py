@@ -6,7 +6,7 @@ A stage is a part of the network that works at one resolution.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,7 +57,11 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
         return Stages(
             found_by="output stride and module path", stage_of=stages.get, is_in_stem=is_in_stem
         )
-    return Stages(found_by="module path", stage_of=_stage_by_path, is_in_stem=is_in_stem)
+    return Stages(
+        found_by="module path",
+        stage_of=partial(_stage_by_path, _common_depth(spatial)),
+        is_in_stem=is_in_stem,
+    )
 
 
 def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
@@ -72,16 +76,29 @@ def _stage_by_timm(stage_patterns: Sequence[re.Pattern[str]], name: str) -> str 
     return None
 
 
-def _stage_by_path(name: str) -> str | None:
+def _stage_by_path(common_depth: int, name: str) -> str | None:
     """Return the path of a module up to its first part that ends in a digit.
 
-    "layer1.0.conv1" -> "layer1", and "features.4.conv" -> "features.4".
+    The first `common_depth` parts hold all convolutions. A number there is a version ("net3") and
+    is skipped, unless it numbers modules ("features.0"). If there is no other number, the path up
+    to the first version is returned:
+
+        common_depth 0: "layer1.0.conv1"       -> "layer1"
+        common_depth 1: "net3.features.4.conv" -> "net3.features.4"
+        common_depth 1: "net3.conv"            -> "net3"
     """
     parts = name.split(".")
+    path_to_version: str | None = None
     for length, part in enumerate(parts[:-1], start=1):
-        if part[-1:].isdigit():
-            return ".".join(parts[:length])
-    return None
+        if not part[-1:].isdigit():
+            continue
+        path = ".".join(parts[:length])
+        numbers_modules = part.isdigit() or parts[length].isdigit()
+        if numbers_modules or length > common_depth:
+            return path
+        if path_to_version is None:
+            path_to_version = path
+    return path_to_version
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
@@ -94,6 +111,17 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
         exponent = round(math.log2(input_side / output_side))
         strides.append(2 ** max(0, exponent))
     return tuple(strides)
+
+
+def _common_depth(names: Iterable[str]) -> int:
+    """Return how deep the lowest module is that holds all of these modules; 0 for the model."""
+    parents = [name.split(".")[:-1] for name in names]
+    depth = 0
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        depth += 1
+    return depth
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
@@ -145,28 +173,55 @@ def _stages_from_structure(
             convs_of.setdefault((container, stride), []).append(name)
         else:
             stages[name] = container
-    for (container, stride), names in convs_of.items():
-        stage = _stage_in_container(container, stride, names, spatial)
-        if stage is not None:
-            stages.update(dict.fromkeys(names, stage))
+    children_of = _children_with_spatial_convs(convs_of, spatial)
+    stride_counts: Counter[str] = Counter()  # child -> number of its output strides
+    for children in children_of.values():
+        stride_counts.update(children)
+    for (container, stride), children in children_of.items():
+        names = convs_of[container, stride]
+        stage = _naming_child(children, stride_counts, names)
+        if stage is None:
+            stage = _stage_named_by_stride(container, stride)
+        for name in names:
+            stages[name] = stage
     return stages
 
 
-def _stage_in_container(
-    container: str, stride: OutputStride, names: Sequence[str], spatial: Set[str]
-) -> str | None:
-    """Name the stage of these convolutions, which are in numbered children of a container.
+def _children_with_spatial_convs(
+    convs_of: Mapping[tuple[str, OutputStride], Sequence[str]], spatial: Set[str]
+) -> dict[tuple[str, OutputStride], set[str]]:
+    """Return the children with spatial convolutions of each container and output stride.
 
-    It is called after the one child that has spatial convolutions ("features.3"), unless that is
-    the convolution itself; if there are several, after the stride ("features/stride8"); and None if
-    there are none.
+    For example ("features", (8, 8)) -> {"features.3"}.
     """
-    depth_of_child = container.count(".") + 2 if container else 1
-    children = {".".join(name.split(".")[:depth_of_child]) for name in names if name in spatial}
-    if not children:
+    children_of: dict[tuple[str, OutputStride], set[str]] = {}
+    for (container, stride), names in convs_of.items():
+        depth_of_child = container.count(".") + 2 if container else 1
+        for name in names:
+            if name in spatial:
+                child = ".".join(name.split(".")[:depth_of_child])
+                children_of.setdefault((container, stride), set()).add(child)
+    return children_of
+
+
+def _naming_child(
+    children: Set[str], stride_counts: Mapping[str, int], convs: Sequence[str]
+) -> str | None:
+    """Return the child that gives a stage its name, or None if the stride must do that.
+
+    This child alone has spatial convolutions of the stage's stride. It has none of another stride,
+    and is not itself one of the convolutions.
+    """
+    if len(children) != 1:
         return None
-    if len(children) == 1 and not children & set(names):
-        return children.pop()
+    (child,) = children
+    if stride_counts[child] > 1 or child in convs:
+        return None
+    return child
+
+
+def _stage_named_by_stride(container: str, stride: OutputStride) -> str:
+    """Return the name of a stage that is not a single module: "features/stride8"."""
     if len(set(stride)) == 1:
         stride = stride[:1]
     return f"{container}/stride{size_text(stride)}".lstrip("/")

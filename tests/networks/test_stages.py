@@ -128,3 +128,14 @@ def test_the_number_of_a_whole_network_is_not_a_stage(name):
 
 def test_the_output_stride_is_a_power_of_two_however_borders_are_treated():
     assert output_stride((299, 299), (38, 35)) == (8, 8)
+
+
+def test_a_child_of_several_resolutions_is_no_stage():
+    """As in a U-Net, whose levels lie in one another."""
+    level = nn.Sequential(
+        nn.Conv2d(4, 4, 3, 1, 1), nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1)
+    )
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), level)
+    stages = {site.name: site.stage for site in find_convs(model, (4, 32, 32)).sites}
+    assert stages["1.0"] == "stride2"
+    assert stages["1.1"] == stages["1.2"] == "stride4"
