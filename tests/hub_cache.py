@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 
-def upload(folder: Path, name: str, cache: Path, tag: str = "main") -> None:
-    """Put all files of a folder into the cache as one commit, and point main and the tag at it."""
+def upload(folder: Path, name: str, cache: Path) -> None:
+    """Put all files of a folder into the cache as one commit, and point main at it."""
     files = sorted((path.name, path.read_bytes()) for path in folder.iterdir())
     sha = hashlib.sha1(repr(files).encode()).hexdigest()
     repository = cache / f"models--{name.replace('/', '--')}"
     shutil.copytree(folder, repository / "snapshots" / sha)
-    for ref in ("main", tag):
-        (repository / "refs" / ref).parent.mkdir(exist_ok=True)
-        (repository / "refs" / ref).write_text(sha)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(sha)
