@@ -143,7 +143,7 @@ def build_network(
     size, *words = name.split("-")
     arguments: dict[str, Any] = {"seed": options.seed, "input_size": options.input_size}
     arguments["dilated_size"] = dilated_size(size)
-    if "dense" in words:  # as many elements as the old kernel has cells, where those are
+    if "dense" in words:  # one element on each cell of the old kernel
         arguments |= {"kernel_count": "exact", "init": "exact"}
     elif options.pretrained:
         arguments["calibration"] = calibration_images(train, model, options)

@@ -40,10 +40,10 @@ import dcls_convert
 from dcls_convert import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvertError, tuning
 
 DCLS = (DclsConv1d, DclsConv2d, DclsConv3d)
-# How the names of hidden files begin, and of folders that systems make; in lower case.
+# Prefixes of hidden files and of folders that operating systems create; in lower case.
 NO_DATA = (".", "#recycle", "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume")
 HELD_OUT_EVERY = 5  # one of so many images is a test image if there are no train and val
-LARGEST_GRADIENT = 1.0  # norm, to which gradients are clipped
+LARGEST_GRADIENT = 1.0  # gradients are clipped to this norm
 TEMPERATURE = 4.0  # divides the outputs of model and teacher (Hinton et al., arXiv:1503.02531)
 WHOLE = checkpoint.StateDictOptions(
     full_state_dict=True, cpu_offload=True
