@@ -17,16 +17,11 @@ from .model_state import state_of
 SIZE = (3, 16, 16)
 
 
-def network(*, trained=True):
-    """Return a network; if `trained`, its kernels no longer look as torch initialises them."""
+def network():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
     )
-    if trained:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.2)
     return model.eval()
 
 
@@ -114,19 +109,15 @@ def test_a_size_at_which_the_model_does_not_run_is_an_error_and_changes_nothing(
     assert isinstance(model[1], nn.Conv2d)
 
 
-def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
-    options = {"dilated_size": 5, "input_size": SIZE}
-    with pytest.warns(UserWarning, match="untrained") as caught:
-        convert_(network(trained=False), **options)
+def test_a_warning_names_the_users_file_and_as_an_error_leaves_the_model_as_it_was():
+    with pytest.warns(UserWarning, match="not measured") as caught:
+        convert_(network(), dilated_size=5)
     assert [warning.filename for warning in caught] == [__file__]
+    model = network()
     with warnings.catch_warnings(action="error"):
-        model = network(trained=False)
-        with pytest.raises(UserWarning, match="untrained"):
-            convert_(model, **options)
-        assert not any(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
-        convert_(network(), **options)
-        convert_(network(trained=False), **options, init="fit")
-        convert_(network(trained=False), **options, init="random")
+        with pytest.raises(UserWarning, match="not measured"):
+            convert_(model, dilated_size=5)
+    assert not any(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
 
 
 WRONG_MODELS = {

@@ -1,7 +1,7 @@
 """Convert a model in memory: the main functions of the library."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..errors import check_argument
 from ..networks.inputs import ExampleInputs
 from ..networks.measure import not_measured_text
-from ..networks.untrained import have_torch_default_init
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -28,12 +27,6 @@ from ..reports.report import ConversionReport
 from ..starts.images import Calibration, Images
 from .convert import Conversion, carry_out
 from .request import ConversionRequest, options_without_effect
-
-UNTRAINED = (
-    "the model's kernels look untrained (they have torch's default initialisation), and "
-    "the new layers are fitted to them; use init='random' to start as the paper does, or "
-    "init='fit' to keep this start without the warning"
-)
 
 
 def convert_(
@@ -80,11 +73,11 @@ def convert_(
             "bilinear" (same as None), "triangle" or "gaussian".
         strict: Raise an error for a matching convolution that cannot take the size, instead of
             skipping it.
-        init: "auto" is "fit", with a warning if the kernels look untrained. "fit" chooses the
-            elements whose kernels are closest to the model's own; "largest" takes the cells of
-            each kernel that have the most energy over its tie group; "random" draws random
-            positions, as the paper does to train from scratch; "exact" puts one element on each
-            cell of the old kernel, which keeps the outputs but needs more parameters.
+        init: "auto" is "fit". "fit" chooses the elements whose kernels are closest to the model's
+            own; "largest" takes the cells of each kernel that have the most energy over its tie
+            group; "random" draws random positions, as the paper does to train from scratch;
+            "exact" puts one element on each cell of the old kernel, which keeps the outputs but
+            needs more parameters.
         positions: For init="random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
             kernel, "uniform" over the window. If the input size is known, "uniform" stays within
             the cells that can meet the feature map.
@@ -141,9 +134,6 @@ def convert_(
         if messages:  # a plan whose counts are measured is approved twice
             return
         messages.extend(options_without_effect(request))
-        names = [layer.name for layer in planned.plan.layers]
-        if request.start == "fit" and init == AUTO and _looks_untrained(model, names):
-            messages.append(UNTRAINED)
         if planned.plan.not_measured is not None:
             messages.append(not_measured_text(planned.plan.not_measured))
         for message in messages:
@@ -154,22 +144,6 @@ def convert_(
         return carry_out(
             request, approve=warn_before_changes, notify=notify, note=logger.info
         ).report
-
-
-def _looks_untrained(model: nn.Module, names: Iterable[str]) -> bool:
-    """True if the kernels of the convolutions to convert are as torch initialises them.
-
-    Args:
-        model: The unconverted model.
-        names: Names of the convolutions to convert.
-    """
-    kernels = []
-    for name in names:
-        weight = dict(model.get_submodule(name).named_parameters(recurse=False)).get("weight")
-        if weight is None:  # parametrised, pruned or weight-normed, so not a new model
-            return False
-        kernels.append(weight)
-    return have_torch_default_init(kernels)
 
 
 def convert_from_authors_(

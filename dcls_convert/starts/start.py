@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.elements import Elements, first_cells, random_positions
-from ..networks.untrained import has_norms, output_power
+from ..networks.output_scale import has_norms, output_power
 from ..options import Init, Positions
 from ..placing.place import LayerGroup
 from ..progress import Notify

@@ -47,7 +47,6 @@ def test_a_golden_folded_folder_loads_in_timm_with_the_outputs_of_its_conversion
     torch.testing.assert_close(outputs_of(model), OUTPUTS[FOLDED], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:the model's kernels look untrained")
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_request_gives_the_golden_plan_report_and_weights(name):
     model = seeded_network(CASES[name])
