@@ -118,7 +118,7 @@ class _WholeModel(contextlib.nullcontext[None]):
 
 
 def _run(model: nn.Module, arguments: Arguments) -> None:
-    """Run a model on its inputs. Torchvision's detectors do not take a batch of images."""
+    """Run a model on its inputs; a one-stage detector of torchvision up to the end of its head."""
     with contextlib.ExitStack() as hooks:
         for base in type(model).__mro__:
             if not base.__module__.startswith("torchvision.models.detection."):
@@ -128,16 +128,11 @@ def _run(model: nn.Module, arguments: Arguments) -> None:
                     f"what a {type(model).__name__} computes depends on how many regions it finds"
                 )
             if base.__name__ in ONE_STAGE_DETECTORS:
-                hooks.enter_context(model.register_forward_pre_hook(_as_list))
                 # Stop after the head: what follows has no MACs, and sorts boxes by their values,
                 # which are not there on meta.
                 hooks.enter_context(model.get_submodule("head").register_forward_hook(_stop))
                 hooks.enter_context(contextlib.suppress(_HeadIsDone))
         run_batch(model, *arguments.args, **arguments.kwargs)
-
-
-def _as_list(_: nn.Module, args: tuple[Tensor]) -> tuple[list[Tensor]]:
-    return ([*args[0]],)
 
 
 class _HeadIsDone(Exception):
