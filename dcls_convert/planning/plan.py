@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
-from rich.console import RenderableType
-from rich.text import Text
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
@@ -16,7 +14,6 @@ from ..networks.sites import Skipped
 from ..networks.source import ModelSource
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
-from ..tables import as_html, as_text
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
 from .counts import PlanBudget, solve_counts
 from .layer_plan import LayerPlan, check_layer, position_groups
@@ -26,7 +23,7 @@ from .tie_groups import without_lone_ties
 PLAN_FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: `super()` would not find the class
+@dataclass(frozen=True, kw_only=True, repr=False)  # no slots: `super()` would not find the class
 class ConversionPlan(Record):
     """Everything that the conversion decides; enough to rebuild the converted model."""
 
@@ -129,20 +126,17 @@ class ConversionPlan(Record):
                     f"the plan has no layer {shortened(pattern)}; the nearest are {near}"
                 )
 
-    def __rich__(self) -> RenderableType:
+    def __repr__(self) -> str:
         """The layers in one sentence; the report that `predict_report` makes has the costs."""
         kernels = range_text((layer.kernel_size for layer in self.layers), size_text)
         windows = range_text(self.dilated_sizes, size_text)
         counts = counts_text(self.kernel_counts, "element")
-        return Text(
+        return (
             f"Plan for {printable(self.model or 'a model')}: "
             f"{count_text(len(self.layers), 'layer')}, {kernels} → {windows}, "
             f"{counts} per kernel; {count_text(len(self.skipped), 'convolution')} kept. "
             "predict_report(plan) shows the costs."
         )
-
-    __str__ = as_text
-    _repr_html_ = as_html
 
     def __post_init__(self) -> None:
         owner_of: dict[str, str] = {}
