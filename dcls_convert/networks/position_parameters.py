@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..errors import check_argument
 from ..geometry import along_learnt_axes
@@ -85,9 +85,7 @@ def exclude_from_weight_decay_(model: nn.Module) -> None:
     """
     names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
     names = {*names_of_class(model), *no_weight_decay(model)}
-    # Not for a GraphModule, whose copies and pickles would lose the attribute.
-    if not isinstance(model, fx.GraphModule):
-        vars(model)[NO_WEIGHT_DECAY] = partial(_copied, names)
+    vars(model)[NO_WEIGHT_DECAY] = partial(_copied, names)
 
 
 def undo_exclusion_from_weight_decay_(model: nn.Module) -> None:
