@@ -176,7 +176,7 @@ def _convert_and_save(
     with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_checkpoint
         from ..conversion.convert import carry_out
-        from ..networks.running import check_device
+        from ..networks.process_settings import check_device
 
         if request.device is not None:
             request = replace(request, device=str(check_device(request.device)))

@@ -9,7 +9,8 @@ from torch import nn
 from ..depthwise.devices import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..errors import DclsConvertError, PlanError, check_argument
 from ..layers.interpolation import find_interpolation
-from ..networks.running import full_precision, unchanged_on_failure
+from ..networks.model_state import unchanged_on_failure
+from ..networks.process_settings import full_precision
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choice
 from ..placing.place import LayerGroup, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ..networks.measure import not_measured_text
+from ..networks.model_state import unchanged_on_failure
 from ..networks.pretrained_cfg import set_normalisation_
-from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..networks.input_tensors import pixel_count, with_batch
 from ..networks.inputs import random_arguments
 from ..networks.model_outputs import Agreement, compare_outputs
-from ..networks.running import eval_mode, full_precision, run_batch
+from ..networks.model_state import eval_mode, run_batch
+from ..networks.process_settings import full_precision
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome

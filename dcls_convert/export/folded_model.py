@@ -13,7 +13,8 @@ from ..checkpoints.folder import Checkpoint
 from ..errors import ModelError
 from ..networks.input_tensors import Inputs, with_batch
 from ..networks.inputs import Arguments, random_arguments
-from ..networks.running import image_dtype, suppress_output
+from ..networks.model_state import image_dtype
+from ..networks.process_settings import suppress_output
 from ..progress import Notify
 from ..records import Record
 from ..text import one_line, shortened

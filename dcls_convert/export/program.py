@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from ..errors import DclsConvertError, ModelError
 from ..networks.input_tensors import have_batch_axis
 from ..networks.model_outputs import check_close, tensors_in
-from ..networks.running import suppress_output
+from ..networks.process_settings import suppress_output
 from ..output import new_output, reason_not_a_file
 from .folded_model import (
     COMPARED_IMAGES,

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import DclsConvertError, ModelError
 from ..text import did_you_mean, one_line
-from .running import ignored_warnings, seeded
+from .process_settings import ignored_warnings, seeded
 from .source import LIBRARY_KINDS, ModelSource, check_source, import_library
 
 

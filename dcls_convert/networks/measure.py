@@ -24,14 +24,8 @@ from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import random_arguments
 from .model_outputs import comparable, relative_error, tensors_in
-from .running import (
-    eval_mode,
-    full_precision,
-    restored_values,
-    run_batch,
-    seeded,
-    suppress_output,
-)
+from .model_state import eval_mode, restored_values, run_batch
+from .process_settings import full_precision, seeded, suppress_output
 from .sides import (
     PLACES,
     Reaches,

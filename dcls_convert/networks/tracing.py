@@ -11,15 +11,8 @@ from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs
 from .inputs import Arguments, meta_arguments, random_arguments
 from .model_outputs import tensors_in
-from .running import (
-    eval_mode,
-    image_dtype,
-    restored_values,
-    run_batch,
-    seeded,
-    suppress_output,
-    without_values,
-)
+from .model_state import eval_mode, image_dtype, restored_values, run_batch, without_values
+from .process_settings import seeded, suppress_output
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")

@@ -4,8 +4,8 @@ from torch import nn
 
 from ..errors import PlanError, check_argument
 from ..layers.dcls_conv import DclsConvNd
+from ..networks.model_state import unchanged_on_failure
 from ..networks.position_parameters import undo_exclusion_from_weight_decay_
-from ..networks.running import unchanged_on_failure
 from ..networks.wrappers import inside_wrappers
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.running import eval_mode, full_precision, run_batch
+from ..networks.model_state import eval_mode, run_batch
+from ..networks.process_settings import full_precision
 from ..placing.place import LayerGroup
 from ..progress import Notify
 from ..text import one_line

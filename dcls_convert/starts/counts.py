@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..geometry import ceil_div
 from ..layers.interpolation import find_interpolation
-from ..networks.running import full_precision
+from ..networks.process_settings import full_precision
 from ..options import ERROR_SCOPE
 from ..placing.place import LayerGroup, make_layers
 from ..planning.counts import LayerCounts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, check_argument
 from ..input import check_images, image_paths
 from ..networks.input_tensors import inputs_text
-from ..networks.running import suppress_output
+from ..networks.process_settings import suppress_output
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages

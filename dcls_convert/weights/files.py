@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..input import check_file
-from ..networks.running import ignored_warnings
+from ..networks.process_settings import ignored_warnings
 from ..progress import Note, ignore_messages
 from ..records import read_json
 from ..text import one_line, short_list, shortened

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.networks.running import eval_mode, without_values
+from dcls_convert.networks.model_state import eval_mode, without_values
 from dcls_convert.reports.report import predict_report
 
 

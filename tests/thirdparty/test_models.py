@@ -18,7 +18,7 @@ from dcls_convert import convert_, fold_to_dense_, load_converted, save_converte
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.networks.running import eval_mode
+from dcls_convert.networks.model_state import eval_mode
 
 from ..command_line import run
 from . import models
