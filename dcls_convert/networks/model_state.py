@@ -1,4 +1,11 @@
-"""Run or change the user's network, and restore its state."""
+"""Run or change the user's network, and restore its state.
+
+- `eval_mode` restores the mode of each module, training or eval.
+- `restored_values` restores the values of parameters.
+- `run_batch` and `without_values` restore the containers of the modules: their attributes,
+  parameters, buffers, children and hooks, and the network's own lists, sets and dictionaries.
+- `unchanged_on_failure` restores containers and the values of given tensors, if its block fails.
+"""
 
 import contextlib
 from collections import deque
@@ -33,8 +40,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def run_batch(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Any:
     """Return the outputs for tensors, by position and by keyword.
 
-    They are moved to the model's device, and those of floating point to its `image_dtype`. What
-    `forward` changes in the model is undone: buffers, counters and caches in attributes.
+    The tensors are moved to the model's device, and those of floating point to its `image_dtype`.
+    What `forward` changes in the model is undone: buffers, counters and caches in attributes.
     """
     tensors = [*model.parameters(), *model.buffers(), *args, *kwargs.values()]
     device = tensors[0].device
@@ -67,8 +74,8 @@ def _plain_modules(model: nn.Module) -> list[nn.Module]:
 def _saved_state(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return each container of the modules, and its contents.
 
-    They are the attributes, and dictionaries, lists and sets in them: parameters, buffers,
-    children, hooks, and the network's own.
+    The containers are each module's attributes, and the dictionaries, lists and sets among them:
+    parameters, buffers, children, hooks, and the network's own.
     """
     saved: list[tuple[Any, Any]] = []
     for module in _plain_modules(model):
@@ -82,7 +89,10 @@ def _saved_state(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _restore_(saved: Iterable[tuple[Any, Any]]) -> None:
-    """Refill each container with its contents. None is replaced: hook handles refer to some."""
+    """Refill each container with its contents.
+
+    The containers themselves stay, because hook handles refer to some of them.
+    """
     for container, contents in saved:
         container.clear()
         if isinstance(container, list | deque):
@@ -94,9 +104,9 @@ def _restore_(saved: Iterable[tuple[Any, Any]]) -> None:
 def _copy_tensors_(model: nn.Module, *, on_meta: bool = False) -> None:
     """Replace buffers, and tensors in attributes, by copies, which `forward` may change in place.
 
-    With `on_meta`, replace parameters, too, and all by copies without values.
+    With `on_meta`, parameters are replaced, too, and the copies have no values.
 
-    Not `functional_call`, which would not undo it if `forward` sets a buffer that was None.
+    `functional_call` would not do: it does not undo that `forward` sets a buffer that was None.
     """
     copies: dict[int, Tensor] = {}  # by the id of the original, as modules can share it
     for module in _plain_modules(model):
@@ -127,9 +137,10 @@ def without_values(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored_values(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give all parameters their values back after the block, and whenever what it yields is called.
+    """Restore the values of all parameters after the block.
 
-    Autograd does not notice, so that a graph of the user's keeps its saved tensors.
+    They are also restored each time the yielded function is called. Autograd does not notice, so
+    that a graph of the user's keeps its saved tensors.
     """
     kept: list[tuple[nn.Parameter, Tensor, bool]] = []
     for parameter in model.parameters():
