@@ -1,10 +1,11 @@
-"""See to which sides the outputs of a network look: from the outputs that change with an input.
+"""Find to which sides the outputs of a network look, from the outputs that change with an input.
 
-A causal network looks back alone; so do PixelCNNs along both axes, row by row. Every convolution
-that is not centred on purpose shows in this way, however its maps were shifted.
+The outputs of a causal network look back only; so do those of a PixelCNN along both axes, row by
+row. Every convolution that is not centred on purpose shows in this way, whatever code shifts the
+maps.
 
-Axes are compared as they are ordered: an output of the same axes as an input, in the same order,
-may have other sizes, as after strides and crops.
+The axes of an output are compared with those of an input in their order. Their sizes may differ, as
+after strides and crops.
 
 For example, a kernel of 3 cells whose output is shifted by one: if cell 5 of the input changes,
 cells 5 to 7 of the output do. So the output looks 2 cells back and 0 ahead.
@@ -17,37 +18,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MIN_CELLS = 4  # along an axis; with fewer, sides mean nothing
-PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
-# A kernel that is centred but for its border looks nearly as far ahead as back. One-sided outputs
-# look at least this many times as far to their side.
+MIN_CELLS = 4  # along an axis; with fewer, sides cannot be told apart
+# Where the changed cell of each image of a batch is, as a share of the side.
+PLACES = (0.3, 0.5, 0.7)
+# A centred kernel looks nearly as far ahead as back, even near a border. Outputs are one-sided if
+# they look more than this many times as far to one side as to the other.
 ONE_SIDED_RATIO = 2
 
 
 def spatial_axes(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the axes on which an input may have an order.
+    """Return the axes along which the cells of an input may have an order.
 
-    The second axis has channels or, as in (N, time, channels), an order of its own.
+    They are the second axis, as in (N, time, channels), and all later axes together.
     """
     if tensor.dim() < 2:
         return []
-    axes: list[tuple[int, ...]] = [(1,)]
+    groups: list[tuple[int, ...]] = [(1,)]
     if tensor.dim() > 2:
-        axes.append(tuple(range(2, tensor.dim())))
-    return [some for some in axes if max(tensor.shape[axis] for axis in some) >= MIN_CELLS]
+        groups.append(tuple(range(2, tensor.dim())))
+    return [axes for axes in groups if max(tensor.shape[axis] for axis in axes) >= MIN_CELLS]
 
 
 def with_changed_cells(tensor: Tensor, axes: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:
     """Change one cell of each image; return the cells, and the changed batches.
 
-    There are several batches if one has fewer images than there are places.
+    If the batch has fewer images than there are PLACES, there is a batch for each place.
     """
     cells = []
     batches = []
-    for first in range(1 if len(tensor) >= len(PLACES) else len(PLACES)):
+    batch_count = 1 if len(tensor) >= len(PLACES) else len(PLACES)
+    for first_place in range(batch_count):
         changed = tensor.clone()
         for number, image in enumerate(changed):
-            place = PLACES[(first + number) % len(PLACES)]
+            place = PLACES[(first_place + number) % len(PLACES)]
             cell = [int(place * tensor.shape[axis]) for axis in axes]
             index: list[Any] = [slice(None)] * image.dim()
             for axis, position in zip(axes, cell, strict=True):
@@ -59,7 +62,7 @@ def with_changed_cells(tensor: Tensor, axes: Sequence[int]) -> tuple[list[list[i
 
 
 def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
-    """Return values of the same range as those of a tensor, but others."""
+    """Return other values, which are in the range of the tensor's."""
     if tensor.dtype == torch.bool:
         return ~values
     if not tensor.is_floating_point() and not tensor.is_complex():
@@ -71,10 +74,10 @@ def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
 
 
 def by_image(outputs: Sequence[Tensor], batch: int) -> list[Tensor]:
-    """Return outputs with an entry for each image, (N, ...), whatever the order of their axes.
+    """Return the outputs that have an entry for each image, as (N, ...).
 
-    Images may be on the second axis, or on the first one together with time. Outputs of several
-    times may be several tensors.
+    Images may be on the second axis, or on the first one together with time. Each time step may
+    have a tensor of its own; then these are stacked.
     """
     found = []
     for tensor in outputs:
@@ -91,14 +94,15 @@ def by_image(outputs: Sequence[Tensor], batch: int) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class HalfReach:
-    """How far an output looks to one side, over several changed inputs, in cells of the input.
+    """How far an output looks to one side, in cells of the input.
 
-    Where the output lies in the input is not known to the cell, since crops may be at either end.
+    The distance is measured for several changed cells. It is not known exactly, since maps may have
+    been cropped at either end.
     """
 
-    most: float
-    least: float
-    varies: float  # between the changed cells
+    upper: float  # bound of the largest distance
+    lower: float  # bound of the smallest distance
+    spread: float  # difference between the largest and the smallest distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,64 +111,64 @@ class Reach:
 
     back: HalfReach  # to inputs before its own place
     ahead: HalfReach
-    step: float  # cells of the input that one of the output is
+    cells_per_output: float  # see AxisPair
 
     @property
     def looks_back(self) -> bool:
         """True if it looks back, and no further ahead than an output cell reaches."""
-        return self._ends(self.ahead) and self.back.least > ONE_SIDED_RATIO * max(
-            self.ahead.most, 0
-        )
+        return self._looks_only(self.back, self.ahead, slack=0)
 
     @property
     def looks_ahead(self) -> bool:
-        """True if it looks ahead, and no further back than an output cell reaches.
+        """True if it looks ahead, and no further back than an output cell reaches."""
+        # A centred even kernel, padded as by torch's "same", looks one cell further ahead.
+        return self._looks_only(self.ahead, self.back, slack=1)
 
-        An even kernel that is padded as torch's "same" looks one cell further ahead.
+    def _looks_only(self, side: HalfReach, other: HalfReach, *, slack: int) -> bool:
+        """True if it looks to a side, and on the other ends in its own cell for each changed input.
+
+        Args:
+            side, other: The two sides.
+            slack: Cells that it may look further to this side and still be centred.
         """
-        return (
-            self._ends(self.back)
-            and self.ahead.least > ONE_SIDED_RATIO * max(self.back.most, 0) + 1
-        )
+        ends = other.upper < max(1, self.cells_per_output)
+        ends_alike = other.spread <= max(2, self.cells_per_output)
+        return ends and ends_alike and side.lower > ONE_SIDED_RATIO * max(other.upper, 0) + slack
 
-    def _ends(self, side: HalfReach) -> bool:
-        """True if a side is seen to end in the output's cell, and there for each changed cell."""
-        return side.most < max(1, self.step) and side.varies <= max(2, self.step)
-
-    def has_new_side(self, new: "Reach") -> bool:
-        """True if this one looks one way, and the new one further to the other side."""
+    def has_new_side(self, later: "Reach") -> bool:
+        """True if this one looks to one side only, and the later one further to the other side."""
         if self.looks_back:
-            return new.ahead.most > max(self.ahead.most, 0)
-        return self.looks_ahead and new.back.most > max(self.back.most, 0)
+            return later.ahead.upper > max(self.ahead.upper, 0)
+        return self.looks_ahead and later.back.upper > max(self.back.upper, 0)
 
 
 class AxisPair(NamedTuple):
     """An axis of an input, and the axis of an output that is compared with it."""
 
-    axis: int  # of the spatial axes of the input
-    own: int  # of the output's axes without that of images
-    step: float  # cells of the input that one of the output is
+    input_axis: int  # index among the spatial axes of the input
+    output_axis: int  # index among the axes of the output after that of images
+    cells_per_output: float  # cells of the input that one cell of the output covers
 
 
 class ReachKey(NamedTuple):
     """What a reach is measured between."""
 
-    input: int
-    axes: tuple[int, ...]  # of the input, on which it may have an order
-    output: int
+    input: int  # index among the inputs
+    axes: tuple[int, ...]  # of the input: see `spatial_axes`
+    output: int  # index among the outputs
     pair: AxisPair
 
 
 Reaches = dict[ReachKey, Reach]
 
 
-def have_new_side(old: Reaches, new: Reaches) -> bool:
-    """True if outputs that looked one way alone now look further to the other side."""
-    return any(key in new and reach.has_new_side(new[key]) for key, reach in old.items())
+def have_new_side(before: Reaches, later: Reaches) -> bool:
+    """True if outputs that looked to one side only now look further to the other side."""
+    return any(key in later and reach.has_new_side(later[key]) for key, reach in before.items())
 
 
 def one_way(reaches: Reaches) -> Reaches:
-    """Return the reaches to one side."""
+    """Return the reaches to one side only."""
     return {key: reach for key, reach in reaches.items() if reach.looks_back or reach.looks_ahead}
 
 
@@ -175,7 +179,7 @@ def reaches_of(
 
     Args:
         before, after: (N, ...) for N inputs, and for the same inputs with a changed cell each.
-        sides: Of the input, along its spatial axes.
+        sides: Sides of the input along its spatial axes.
         cells: The changed cell of each input, along these axes.
     """
     are_finite = before.isfinite() & after.isfinite()
@@ -183,81 +187,114 @@ def reaches_of(
     rounding = min(1e-6, 10 * torch.finfo(before.dtype).eps)  # as of Fourier transforms
     changed = (change > rounding * change.max()) | (before.isfinite() != after.isfinite())
     found: dict[AxisPair, Reach] = {}
-    for layout in _layouts(changed.dim() - 1, len(sides)):
-        for axis, own in layout.items():
-            size = changed.shape[1 + own]
-            if min(size, sides[axis]) < MIN_CELLS:
+    for layout in _layouts(len(sides), changed.dim() - 1):
+        for input_axis, output_axis in layout.items():
+            side = sides[input_axis]
+            size = changed.shape[1 + output_axis]
+            if min(size, side) < MIN_CELLS:
                 continue
-            places: list[int] = []
-            lines: list[list[int]] = []
-            for one, cell in zip(changed, cells, strict=True):
-                line = _line(one, layout, axis, cell, sides)
-                if line:  # a change may have no effect
-                    places.append(cell[axis])
-                    lines.append(line)
-            if len(lines) > 1:
-                for step in _steps(sides[axis] / size):
-                    pair = AxisPair(axis, own, step)
-                    found[pair] = _reach(places, lines, sides[axis], size, step)
+            changed_inputs: list[int] = []
+            changed_outputs: list[list[int]] = []
+            for image, cell in zip(changed, cells, strict=True):
+                outputs = _changed_along(image, layout, input_axis, cell, sides)
+                if outputs:  # a change may have no effect
+                    changed_inputs.append(cell[input_axis])
+                    changed_outputs.append(outputs)
+            if len(changed_inputs) > 1:
+                for ratio in _possible_ratios(side / size):
+                    pair = AxisPair(input_axis, output_axis, ratio)
+                    found[pair] = _reach(changed_inputs, changed_outputs, side, size, ratio)
     return found
 
 
-def _layouts(own_dims: int, dims: int) -> Iterator[dict[int, int]]:
-    """Yield where the axes of the input may be in the output: adjacent ones, or one alone."""
-    if own_dims <= dims:
-        for axis in range(dims):
-            for own in range(own_dims):
-                yield {axis: own}
-    for first in range(own_dims - dims + 1):
-        yield {axis: first + axis for axis in range(dims)}
+def _layouts(input_dims: int, output_dims: int) -> Iterator[dict[int, int]]:
+    """Yield which axis of the output each axis of the input may be.
 
-
-def _line(
-    changed: Tensor, layout: dict[int, int], axis: int, cell: Sequence[int], sides: Sequence[int]
-) -> list[int]:
-    """Return the changed cells along an axis: in the line through the cell, or in the whole map.
-
-    In rows above its own, PixelCNN looks to both sides, so maps are not summed up at first.
+    Either all axes of the input are there, next to each other; or one is there alone.
     """
-    index: list[slice] = [slice(None)] * changed.dim()
-    for other, own in layout.items():
-        if other != axis:
-            place = cell[other] * changed.shape[own] // sides[other]
-            index[own] = slice(place, place + 1)
-    for part in (changed[tuple(index)], changed):
-        along = part.movedim(layout[axis], 0).reshape(part.shape[layout[axis]], -1).any(1)
-        if along.any():
-            return [int(place) for place in along.nonzero()]
+    if output_dims <= input_dims:
+        for input_axis in range(input_dims):
+            for output_axis in range(output_dims):
+                yield {input_axis: output_axis}
+    for first in range(output_dims - input_dims + 1):
+        yield {axis: first + axis for axis in range(input_dims)}
+
+
+def _changed_along(
+    changed: Tensor,
+    layout: dict[int, int],
+    input_axis: int,
+    cell: Sequence[int],
+    sides: Sequence[int],
+) -> list[int]:
+    """Return the indices along an axis at which an output changes with a cell of the input.
+
+    Only the line through the cell counts, because a PixelCNN looks to both sides in the rows above
+    its own. If nothing changes in this line, the whole map counts.
+    """
+    line: list[slice] = [slice(None)] * changed.dim()
+    for other_axis, output_axis in layout.items():
+        if other_axis != input_axis:
+            index = cell[other_axis] * changed.shape[output_axis] // sides[other_axis]
+            line[output_axis] = slice(index, index + 1)
+    for part in (changed[tuple(line)], changed):
+        lines = part.movedim(layout[input_axis], 0)
+        changes = lines.reshape(len(lines), -1).any(1)
+        if changes.any():
+            return [int(index) for index in changes.nonzero()]
     return []
 
 
-def _steps(ratio: float) -> set[float]:
-    """Return how many input cells one of the output may be, if their numbers have this ratio."""
+def _possible_ratios(ratio: float) -> set[float]:
+    """Return how many input cells an output cell may cover, given the ratio of their numbers."""
     return {1, round(ratio) if ratio >= 0.75 else 1 / round(1 / ratio)}
 
 
 def _reach(
-    places: Sequence[int], lines: Sequence[Sequence[int]], side: int, size: int, step: float
+    changed_inputs: Sequence[int],
+    changed_outputs: Sequence[Sequence[int]],
+    side: int,
+    size: int,
+    cells_per_output: float,
 ) -> Reach:
-    """Return the reach of outputs that change in these lines with inputs at these places."""
-    missing = side - size * step
-    # Where the output's first cell may lie in the input: maps may be cut at either end.
-    offsets = (0, int(missing / 2) + (step - 1) / 2, max(missing, 0))
-    first = min(offsets)
-    last = max(offsets)
-    back = [step * max(line) + last - place for place, line in zip(places, lines, strict=True)]
-    ahead = [place - step * min(line) - first for place, line in zip(places, lines, strict=True)]
-    uncertain = last - first
-    back_is_cut = [max(line) == size - 1 for line in lines]
-    ahead_is_cut = [min(line) == 0 for line in lines]
-    return Reach(_side(back, back_is_cut, uncertain), _side(ahead, ahead_is_cut, uncertain), step)
+    """Return how far an output looks along an axis.
+
+    Args:
+        changed_inputs: Indices of changed input cells.
+        changed_outputs: Indices of the output cells that change with each of them.
+        side, size: Number of input cells, and of output cells.
+        cells_per_output: See AxisPair.
+    """
+    # Output cell o lies over input cell `cells_per_output * o + offset`. The offset is not known,
+    # because a map may have been cut at its start (offset = missing), at its end (0) or at both
+    # (the middle).
+    missing = side - size * cells_per_output
+    offsets = (0, int(missing / 2) + (cells_per_output - 1) / 2, max(missing, 0))
+    back = []
+    ahead = []
+    for index, outputs in zip(changed_inputs, changed_outputs, strict=True):
+        back.append(cells_per_output * max(outputs) + max(offsets) - index)
+        ahead.append(index - cells_per_output * min(outputs) - min(offsets))
+    back_is_cut = [max(outputs) == size - 1 for outputs in changed_outputs]
+    ahead_is_cut = [min(outputs) == 0 for outputs in changed_outputs]
+    offset_range = max(offsets) - min(offsets)
+    return Reach(
+        back=_half_reach(back, back_is_cut, offset_range),
+        ahead=_half_reach(ahead, ahead_is_cut, offset_range),
+        cells_per_output=cells_per_output,
+    )
 
 
-def _side(reaches: Sequence[float], are_cut: Sequence[bool], uncertain: float) -> HalfReach:
-    """Sum up what is seen at each place; where a map's border cuts it, it may be more."""
-    whole = [reach for reach, is_cut in zip(reaches, are_cut, strict=True) if not is_cut]
+def _half_reach(
+    distances: Sequence[float], are_cut: Sequence[bool], offset_range: float
+) -> HalfReach:
+    """Return how far an output looks to a side, given the distance for each changed input.
+
+    A distance that the border of the map cuts may be larger, so it does not lower the lower bound.
+    """
+    whole = [distance for distance, is_cut in zip(distances, are_cut, strict=True) if not is_cut]
     return HalfReach(
-        most=max(reaches),
-        least=min(whole or reaches) - uncertain,
-        varies=max(reaches) - min(reaches),
+        upper=max(distances),
+        lower=min(whole or distances) - offset_range,
+        spread=max(distances) - min(distances),
     )
