@@ -3,7 +3,6 @@
 import fnmatch
 import math
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -102,24 +101,13 @@ def _holds(stated: Any, value: Any) -> bool:
     """
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):
-        largest = max(values)
-        min_allowed = stated.min or 0
-        max_allowed = stated.max or math.inf
-        return bool(min_allowed <= largest <= max_allowed)
-    alternatives = stated if isinstance(stated, list) else [stated]
-    if isinstance(alternatives[0], str):
-        return _any_matches(values, alternatives)
-    if isinstance(stated, list):
-        return list(values) == stated
-    return all(side == stated for side in values)
-
-
-def _any_matches(names: Sequence[str], globs: Sequence[str]) -> bool:
-    for name in names:
-        for glob in globs:
-            if fnmatch.fnmatchcase(name, glob):
-                return True
-    return False
+        return bool((stated.min or 0) <= max(values) <= (stated.max or math.inf))
+    if isinstance(stated, int):  # or a boolean
+        return all(side == stated for side in values)
+    patterns = [stated] if isinstance(stated, str) else stated
+    if isinstance(patterns[0], int):
+        return list(values) == patterns
+    return any(fnmatch.fnmatchcase(name, glob) for name in values for glob in patterns)
 
 
 _GLOB = "a pattern with * and ?, or a list of such patterns"
