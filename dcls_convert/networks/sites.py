@@ -33,7 +33,7 @@ class OldConv:
     output_positions: int | None
     # Smallest spatial input of any call, at the stated input size; None if not known.
     input_extent: tuple[int, ...] | None = None
-    frozen: bool = False  # whether its weight is not trained
+    frozen: bool = False  # True if its weight is not trained
 
     @property
     def name(self) -> str:
@@ -63,11 +63,12 @@ class ConvSite(OldConv):
     """One convolution object of the model, as found before conversion."""
 
     type: str  # class name
-    stem: bool  # in the stem as timm names it, or takes the image itself
+    stem: bool  # whether it is in the stem as timm names it, or takes the image itself
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    # Axes along which the network's outputs look to one side, and with a longer kernel would not.
+    # Axes along which the outputs depend on one side only, and would depend on both if this kernel
+    # were longer.
     one_sided_axes: tuple[int, ...] = ()
 
 
@@ -89,11 +90,11 @@ class ModelConvs:
     params: int  # each parameter counted once
     macs: int | None  # for the inputs; None if the forward pass could not be traced
     inputs: Inputs | None  # what forward takes; None if not known
-    # (channels, *spatial) of one image; None if not known, or for other inputs.
+    # (channels, *spatial) of one image; None if not known, or if the inputs are not one image.
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
-    # Why it was not measured what the network does with its convolutions: see `measure`. None if it
-    # was, or for a network of a library.
+    # Why the network was not measured (see `measure`). None if it was measured, or if it is library
+    # code, which need not be.
     not_measured: str | None
     stages_from: str  # how the stages were found
 

@@ -22,8 +22,7 @@ from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .rules import Rule, RuleSet
 
 BEYOND = (
-    "where this one cannot (ahead in time, or beyond a tile); "
-    "a rule with 'padding: any' converts it nevertheless"
+    "(later times, or a neighbouring tile). A rule with 'padding: any' converts it all the same"
 )
 
 
@@ -133,12 +132,12 @@ def choose_window(
 
 
 def _check_one_sided(site: ConvSite, window: Sequence[int]) -> None:
-    """Refuse (NoWindowError) to grow along an axis on which outputs look to one side alone."""
+    """Refuse (NoWindowError) to grow along an axis if outputs depend on one side of it only."""
     for axis in site.one_sided_axes:
         if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
             raise NoWindowError(
-                f"the network's outputs look to one side alone{_along(site, axis)}, and a larger "
-                f"window would look {BEYOND}"
+                f"each output depends only on inputs on one side of it{_along(site, axis)}; a "
+                f"larger window would also read inputs on the other side {BEYOND}"
             )
 
 
@@ -152,8 +151,8 @@ def _along(site: ConvSite, axis: int) -> str:
 def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
     """Refuse (NoWindowError) to grow along an axis on which padding does not centre the kernel.
 
-    Such padding, also by other code, shows where the kernel must not look: ahead in time, or into
-    the neighbouring patch.
+    Such padding, also by other code, shows which inputs the kernel must not read: later times, or
+    those of a neighbouring patch.
     """
     if site.padding in ("same", DYNAMIC_SAME):
         return
@@ -168,7 +167,8 @@ def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
             cells = f"{before} before and {after} after"
         raise NoWindowError(
             f"its padding of {cells} does not centre its kernel of {extents[axis]}"
-            f"{_along(site, axis)}, so a larger window would look {BEYOND}"
+            f"{_along(site, axis)}, so a larger window would read inputs that the padding keeps "
+            f"out {BEYOND}"
         )
 
 
