@@ -137,17 +137,18 @@ class _Measurement:
             self.inputs = some_inputs
             self.arguments = random_arguments(some_inputs)
             try:
-                with _counted_calls(convs) as self.calls:
+                with _counted_calls(convs) as calls:
                     self.outputs = self.run()
             except Exception as error:  # the network's own code may raise anything
-                if some_inputs is inputs:  # the last ones
-                    where = inputs_text(inputs)
-                    raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
-            else:
-                batches = {len(tensor) for tensor in self.arguments.tensors() if tensor.dim()}
-                has_images = any(by_image(self.outputs, batch) for batch in batches)
-                if all(self.calls.values()) and has_images:
-                    break
+                if self.inputs is not inputs:
+                    continue
+                where = inputs_text(inputs)
+                raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
+            self.calls = calls
+            batches = {len(tensor) for tensor in self.arguments.tensors() if tensor.dim()}
+            has_images = any(by_image(self.outputs, batch) for batch in batches)
+            if all(calls.values()) and has_images:
+                break
         if not any(tensor.isfinite().any() for tensor in self.outputs):
             raise CannotMeasureError("its outputs have no finite numbers, which could be compared")
 
