@@ -333,23 +333,25 @@ def without_small_parameters(model: nn.Module) -> Iterator[bool]:
 
 
 def _culprits(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return those for which a test, which fails for all together, fails alone.
+    """Return the names for which a test fails one by one; it fails for all names together.
 
-    Return all if it still fails without these.
+    If it also fails for the other names together, return all.
     """
+    culprits = _failing_alone(names, fails)
+    others = [name for name in names if name not in culprits]
+    return list(names) if others and fails(others) else culprits
 
-    def alone(some: Sequence[str]) -> list[str]:
-        if len(some) == 1:
-            return list(some)
-        found = []
-        for half in (some[: len(some) // 2], some[len(some) // 2 :]):
-            if fails(half):
-                found += alone(half)
-        return found
 
-    found = alone(names)
-    rest = [name for name in names if name not in found]
-    return list(names) if rest and fails(rest) else found
+def _failing_alone(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Return the names for which a test fails one by one, by bisection."""
+    if len(names) == 1:
+        return list(names)
+    middle = len(names) // 2
+    failing = []
+    for half in (names[:middle], names[middle:]):
+        if fails(half):
+            failing += _failing_alone(half, fails)
+    return failing
 
 
 def _agree(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
