@@ -42,8 +42,8 @@ def find_convs(
     """Return every convolution object of `model` once, under all its names.
 
     Args:
-        model: Not changed. Its weights may be on any device, meta included, where it is not
-            measured.
+        model: Not changed. Its weights may be on any device. On the meta device, the network
+            cannot be measured.
         input_size: Size of one image, (channels, *spatial); in 2-D and 3-D, the spatial sizes
             alone mean 3 channels. Without it, the size that a timm model states is used. Output
             sizes and MACs come from one forward pass; they are None if the model does not run. A

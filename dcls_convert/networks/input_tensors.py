@@ -114,7 +114,7 @@ def pixel_count(inputs: Inputs) -> int:
 
 
 def smaller_inputs(inputs: Inputs, batch: int) -> Inputs:
-    """Return a batch of smaller images, or of the inputs if they are small."""
+    """Return the inputs for this batch size, with the sides of large images reduced."""
     dims = max(len(tensor.shape[2:]) for tensor in inputs)
     factor = 1
     while pixel_count(inputs) > LARGE_IMAGE * factor**dims and dims > 0:

@@ -1,11 +1,12 @@
 """Measure which convolutions may be replaced, by running the network with stand-ins for them.
 
 1. Stand-ins take the places of the convolutions. To all code that looks at them they are DCLS
-   layers, but they compute what the convolutions did, and no weight has its values any more, old or
-   new. So if outputs change, other code uses the convolution in some way.
-2. One cell of the input is changed, to see which outputs change. If they look to one side alone, as
-   in a causal network, each kernel is made longer along an axis. A convolution that then lets
-   outputs look to the other side must not grow along it.
+   layers, but they compute what the convolutions did, and the weights of both the convolution and
+   the stand-in are filled with arbitrary values. So if the outputs change, some other code reads
+   the convolution or its weight.
+2. One cell of the input is changed, to see which outputs change. If the outputs look to one side
+   only, as in a causal network, each kernel is made longer along an axis. A convolution whose
+   longer kernel lets outputs look to the other side must not grow along this axis.
 
 Afterwards, everything is as it was, also after an error.
 """
@@ -40,8 +41,10 @@ from .sides import (
 from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 
 LIBRARIES = ("timm.", "torch.", "torchvision.")
-TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
-SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
+# Relative error of outputs that count as equal. They are equal to the last bit, except where torch
+# adds numbers in no fixed order.
+TOLERANCE = 1e-6
+SMALL = 1e-2  # a parameter below it, such as a new layer scale, hides what is behind it
 TOO_LITTLE_MEMORY = "memory does not suffice"
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
@@ -63,9 +66,9 @@ class Measured:
     """What a measurement found, by the names of convolutions."""
 
     reasons: dict[str, str]  # what would happen if it were replaced
-    # Axes along which it must not grow, or outputs would look to a side that they did not see.
+    # Axes along which it must not grow, or outputs would look to a side to which they do not look.
     one_sided_axes: dict[str, tuple[int, ...]]
-    gap: str | None = None  # what could not be measured
+    gap: str | None = None  # why something could not be measured; None if everything was
 
 
 def is_library_code(model: nn.Module) -> bool:
@@ -118,7 +121,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
 
 
 class _Measurement:
-    """A network that is measured, and what it returned at first."""
+    """A network that is measured, and its outputs before anything is changed."""
 
     def __init__(
         self,
@@ -129,8 +132,8 @@ class _Measurement:
     ) -> None:
         self.model = model
         self.convs = convs
-        self.restore = restore  # gives parameters their values back
-        self.has_changed = False  # outputs with inputs
+        self.restore = restore  # restores the values of parameters
+        self.has_changed = False  # whether any output has changed with a cell of an input
         if pixel_count(inputs) > MAX_PIXELS:
             raise CannotMeasureError(f"inputs of more than {MAX_PIXELS:,} pixels are not run")
         for some_inputs in (smaller_inputs(inputs, len(PLACES)), inputs):
@@ -153,10 +156,10 @@ class _Measurement:
             raise CannotMeasureError("its outputs have no finite numbers, which could be compared")
 
     def run(self, tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the outputs for some inputs, as real numbers; always with the same random numbers.
+        """Return the outputs for some inputs, as real numbers.
 
-        Without `tensors`, the inputs are those of the first run. What the network's code changes in
-        its parameters is undone.
+        Without `tensors`, the inputs are those of the first run. All runs have the same random
+        numbers. What the network's code changes in its parameters is undone.
         """
         try:
             return self._forward(tensors)
@@ -182,10 +185,10 @@ class _Measurement:
         """Return what would happen, by the names of convolutions that other code uses."""
         reasons: dict[str, str] = {}
 
-        def change(some: Sequence[str]) -> bool:
-            reason = self._what_changes(some)
+        def change(group: Sequence[str]) -> bool:
+            reason = self._what_changes(group)
             if reason is not None:
-                reasons.update(dict.fromkeys(some, reason))
+                reasons.update(dict.fromkeys(group, reason))
             return reason is not None
 
         not_called = {name: NOT_CALLED for name, count in self.calls.items() if not count}
@@ -197,7 +200,7 @@ class _Measurement:
         return not_called | {name: reasons[name] for name in _culprits(names, change)}
 
     def _what_changes(self, names: Sequence[str]) -> str | None:
-        """Return what is not as before with stand-ins for some convolutions; None if all is."""
+        """Return what changes with stand-ins for some convolutions; None if nothing does."""
         try:
             stand_ins = [StandIn(self.convs[name]) for name in names]
             layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins}
@@ -216,7 +219,10 @@ class _Measurement:
         if calls != [self.calls[name] for name in names]:
             return "forward would not call a DCLS layer in its place: other code refers to it"
         if not _agree(self.outputs, outputs):
-            return "outputs would change although it computes the same: other code uses it"
+            return (
+                "the outputs would change although the DCLS layer computes the same function: "
+                "other code uses this convolution's weight or attributes"
+            )
         return None
 
     # Whether outputs look to a new side.
@@ -230,7 +236,8 @@ class _Measurement:
             before = self._reaches()
         except Exception as error:
             raise CannotMeasureError(f"forward fails for changed inputs: {_text(error)}") from error
-        # Outputs of a last step, for example, may show none of the changed cells; and no side.
+        # A network that returns only its last time step, for example, may not respond to any
+        # changed cell; then no side can be seen.
         if not self.has_changed and _agree(self.outputs, self.run(self.other_inputs())):
             raise CannotMeasureError("its outputs do not change with its inputs")
         before = one_way(before)
@@ -242,17 +249,17 @@ class _Measurement:
         return axes
 
     def _looking_further(self, names: Sequence[str], axis: int, before: Reaches) -> list[str]:
-        """Return the convolutions by which outputs look to a new side if they grow along an axis.
+        """Return the convolutions whose growth along an axis lets outputs look to a new side.
 
         Args:
             names: The convolutions.
             axis: The axis.
-            before: How far outputs look now, where they look one way.
+            before: How far outputs look now, where they look to one side only.
         """
 
-        def look_further(some: Sequence[str]) -> bool:
+        def look_further(group: Sequence[str]) -> bool:
             longer = {}
-            for name in some:
+            for name in group:
                 longer[self.convs[name]] = with_longer_kernel(self.convs[name], axis)
             try:
                 with in_place(self.model, longer):
@@ -274,7 +281,7 @@ class _Measurement:
         tensors = self.arguments.tensors()
         for index, tensor in enumerate(tensors):
             for axes in spatial_axes(tensor):
-                after = []
+                after = []  # the outputs for each changed batch
                 cells, batches = with_changed_cells(tensor, axes)
                 for batch in batches:
                     outputs = self.run([*tensors[:index], batch, *tensors[index + 1 :]])
@@ -282,11 +289,12 @@ class _Measurement:
                     self.has_changed = self.has_changed or not _agree(before, outputs)
                 sides = [tensor.shape[axis] for axis in axes]
                 for number, output in enumerate(by_image(before, len(tensor))):
-                    new = [outputs[number] for outputs in after if number < len(outputs)]
-                    if any(one.shape != output.shape for one in new) or len(new) < len(after):
-                        continue  # as many boxes as it finds
-                    old = torch.cat([output] * len(new))
-                    for pair, reach in reaches_of(old, torch.cat(new), sides, cells).items():
+                    changed = [outputs[number] for outputs in after if number < len(outputs)]
+                    shapes = [tensor.shape for tensor in changed]
+                    if shapes != [output.shape] * len(after):
+                        continue  # such as boxes, whose number depends on the values
+                    old = torch.cat([output] * len(changed))
+                    for pair, reach in reaches_of(old, torch.cat(changed), sides, cells).items():
                         found[ReachKey(index, axes, number, pair)] = reach
         return found
 
@@ -307,9 +315,10 @@ def _counted_calls(convs: Mapping[str, Conv]) -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def without_small_parameters(model: nn.Module) -> Iterator[bool]:
-    """Give parameters that are (nearly) zero other values inside the block; yield if there are any.
+    """Give parameters that are (nearly) zero larger values inside the block.
 
-    Such as a new layer scale, they hide from the outputs what is behind them.
+    A small parameter, such as a new layer scale, hides from the outputs what is behind it. Yields
+    whether there are any.
     """
     generator = torch.Generator().manual_seed(1)
     kept: list[tuple[Tensor, Tensor]] = []
@@ -355,14 +364,14 @@ def _failing_alone(names: Sequence[str], fails: Callable[[Sequence[str]], bool])
 
 
 def _agree(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
-    """True if outputs have the same shapes and, but for rounding, the same values."""
+    """True if outputs have the same shapes and, up to rounding, the same values."""
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return False
-    for one, other in zip(expected, found, strict=True):
-        finite = one.isfinite()
-        if not torch.equal(finite, other.isfinite()):
+    for old, new in zip(expected, found, strict=True):
+        finite = old.isfinite()
+        if not torch.equal(finite, new.isfinite()):
             return False
-        if relative_error([(one[finite], other[finite])]) > TOLERANCE:
+        if relative_error([(old[finite], new[finite])]) > TOLERANCE:
             return False
     return True
 

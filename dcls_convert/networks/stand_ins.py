@@ -1,4 +1,4 @@
-"""What takes the places of convolutions while a network is measured: see `measure`."""
+"""Layers that take the places of convolutions while a network is measured: see `measure`."""
 
 import contextlib
 import copy
@@ -12,15 +12,16 @@ from ..geometry import ceil_div, extent
 from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
-POISON = (math.nan, 3e4, -3e4)  # in weights; some of it changes whatever other code does to them
-LONGER_BY = 16  # cells that a kernel gains along an axis, to see where outputs then look
+# Written into weights; whatever other code does to a weight changes at least one of these values.
+POISON = (math.nan, 3e4, -3e4)
+LONGER_BY = 16  # cells by which a kernel grows along an axis, to see where outputs then look
 
 
 class StandIn:
-    """A DCLS layer that computes what a convolution did, without its values in either weight."""
+    """A DCLS layer that computes what a convolution did; neither has its values in its weight."""
 
     def __init__(self, conv: Conv) -> None:
-        """Take the convolution's values out of its weight; the caller restores them."""
+        """Overwrite the values in the convolution's weight; the caller restores them."""
         self.conv = conv
         self.calls = 0
         self.layer = _layer_without_values(conv, growth=2)
@@ -90,7 +91,8 @@ def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
 def _layer_without_values(conv: Conv, *, growth: int, axis: int | None = None) -> DclsConvNd:
     """Make a layer whose window is larger along an axis, or along all that have several cells.
 
-    It has so few elements that its weight's last axis is longer than the kernel's.
+    Its weight's last axis is one longer than the old kernel's, so that code that reads the shape
+    sees a difference.
     """
     window = [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
     growing = [index for index, size in enumerate(window) if size > 1] or [len(window) - 1]

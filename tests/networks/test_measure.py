@@ -88,7 +88,10 @@ def beside_large_numbers(conv, x):
     return torch.cat([1000 + y, 0.1 * y * len(conv.weight[0, 0])], 1)
 
 
-CHANGED = "outputs would change although it computes the same: other code uses it"
+CHANGED = (
+    "the outputs would change although the DCLS layer computes the same function: "
+    "other code uses this convolution's weight or attributes"
+)
 FAILS = "forward would fail with a DCLS layer in its place ("
 NOT_CALLED = "does not call it"
 USES = {
