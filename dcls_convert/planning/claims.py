@@ -177,5 +177,5 @@ def refuse_overridden_options(rules: RuleSet, options: PlanOptions) -> None:
         if all(getattr(rule, key) is not None for rule in converting):
             raise RuleError(
                 f"{rules.source}: every rule states its own {key}, so the option has no effect; "
-                "omit it in a rule that should use the option"
+                "delete the key from each rule that should follow the option"
             )

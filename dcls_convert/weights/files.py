@@ -169,7 +169,7 @@ def _first_bytes(path: Path, where: str) -> bytes:
 
 
 def _beginning(start: bytes) -> str:
-    """Show how a file begins: an error page or a pointer of Git LFS shows what it is."""
+    """Show how a file begins: an HTML page or a Git LFS pointer can be recognised by it."""
     return f"it begins with '{shortened(start.decode(errors='backslashreplace'), 80)}'"
 
 
@@ -244,7 +244,7 @@ def _check_not_compressed(path: Path, where: str) -> None:
 
 
 def _why_unreadable(path: Path, start: bytes) -> str:
-    """Say why torch cannot read a file: it names more than tensors, is damaged, or another kind."""
+    """Say why torch cannot read a file: objects other than tensors, damage, or another format."""
     if not start:
         return "is empty; download or save it again"
     refused: list[str] = []
@@ -253,8 +253,8 @@ def _why_unreadable(path: Path, start: bytes) -> str:
     if refused or start.startswith(PICKLE_START):
         names = f" ({short_list(sorted(refused))})" if refused else ""
         return (
-            "save its state dict alone, torch.save(model.state_dict(), FILE); it holds more than "
-            f"tensors{names}, which would run code, or it is damaged"
+            f"holds objects other than tensors{names}, and loading those would run code; or the "
+            "file is damaged. Save the state dict alone: torch.save(model.state_dict(), FILE)"
         )
     return (
         "is neither a safetensors file nor one of torch.save, or it is damaged; "

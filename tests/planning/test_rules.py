@@ -178,7 +178,7 @@ def test_a_rule_overrules_an_option_and_an_option_a_default(
 
 def test_an_option_that_no_rule_leaves_open_is_refused(net):
     rules = rules_of(CLAIMS | {"kernel_count": 3}, {"match": {"kind": "dense"}, "skip": "dense"})
-    message = "^rules: every rule states its own kernel_count, so the option has no effect; omit"
+    message = "^rules: every rule states its own kernel_count, so the option has no effect; delete"
     with pytest.raises(RuleError, match=message):
         plan_conversion(net, rules, dilated_size=9, kernel_count=5)
 

@@ -94,7 +94,7 @@ DAMAGES = {
     "compressed.pth": (compressed, r"unpacks to 4,19\d,\d+ bytes, more than the file has"),
     "whole model.pth": (
         torch_file(lambda _: network()),
-        r"save its state dict alone, .* more than tensors \(torch\.nn\.modules\.batchnorm",
+        r"objects other than tensors \(torch\.nn\.modules\.batchnorm.*Save the state dict alone",
     ),
     "short header.safetensors": (data(struct.pack("<Q", 100) + b"{}"), NO_SAFETENSORS),
     "tensor.pth": (
@@ -121,7 +121,7 @@ DAMAGES = {
         with_first(torch.Tensor.to_sparse),
         r"and torch\.sparse_coo on cpu; weights must be",
     ),
-    "payload.pth": (with_first(lambda _: Payload()), r"save its state dict alone, torch\.save"),
+    "payload.pth": (with_first(lambda _: Payload()), r"Save the state dict alone: torch\.save"),
 }
 
 

@@ -124,7 +124,7 @@ def test_a_key_says_which_weights_are_taken(content, key):
         ),
         (
             {"state_dict": CHOSEN, "random": numpy.random.RandomState(0)},
-            r"more than tensors \(numpy\.random\.\w+",
+            r"other than tensors \(numpy\.random\.\w+",
         ),
     ],
 )
