@@ -157,8 +157,9 @@ def _pairs(outputs: Any, others: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """
     leaves = _leaves(outputs)
     other_leaves = _leaves(others)
-    for place in sorted(leaves.keys() ^ other_leaves.keys()):
-        raise ComparisonError(f"{place} is in only one of the outputs")
+    unpaired = leaves.keys() ^ other_leaves.keys()
+    if unpaired:
+        raise ComparisonError(f"{min(unpaired)} is in only one of the outputs")
     for place, a in leaves.items():
         b = other_leaves[place]
         if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -58,8 +58,6 @@ def solve_counts(
     limit = math.floor(share * replaced_weights)
     unsolved = [layer for layer in drafts if layer.kernel_count == UNSOLVED]
     layers = list(drafts)
-    exact: Fraction | None = None
-    count: int | None = None
     if unsolved:
         params_per_element = Fraction(_params(_with_unsolved_counted(unsolved, 1)))
         exact = (limit - _params(drafts)) / params_per_element
@@ -70,11 +68,15 @@ def solve_counts(
         layers = _with_unsolved_counted(drafts, count)
     else:
         count = drafts[0].kernel_count
-        exact = limit / Fraction(_params(drafts), count)
-    if len({layer.kernel_count for layer in layers}) > 1:
-        count = None
-        exact = None
-    budget = PlanBudget(kernel_count=count, exact_count=exact, limit=limit, used=_params(layers))
+        params_per_element = Fraction(_params(drafts), count)  # of one element in every kernel
+        exact = limit / params_per_element
+    has_one_count = len({layer.kernel_count for layer in layers}) == 1
+    budget = PlanBudget(
+        kernel_count=count if has_one_count else None,
+        exact_count=exact if has_one_count else None,
+        limit=limit,
+        used=_params(layers),
+    )
     return tuple(layers), budget
 
 
@@ -131,21 +133,20 @@ def with_known_counts(
     Raises:
         PlanError: There are elements for other layers, or a rule states another count.
     """
-    counts_left = dict(known.counts)
-    count_of: dict[str, int] = {}
+    planned: set[str] = set()
     for draft in drafts:
-        for name in draft.names:
-            if name in counts_left:
-                count_of.setdefault(draft.name, counts_left.pop(name))
-    for name in counts_left:
+        planned.update(draft.names)
+    unplanned = [name for name in known.counts if name not in planned]
+    if unplanned:
         reason_of = {skip.name: skip.reason for skip in skipped}
         raise PlanError(
-            f"{known.source}: has elements for {shortened(name)}, which would not be converted: "
-            f"{reason_of.get(name, 'the model has no such convolution')}"
+            f"{known.source}: has elements for {shortened(unplanned[0])}, which would not be "
+            f"converted: {reason_of.get(unplanned[0], 'the model has no such convolution')}"
         )
     counted = []
     for draft in drafts:
-        count = count_of.get(draft.name, draft.kernel_count)
+        known_counts = [known.counts[name] for name in draft.names if name in known.counts]
+        count = known_counts[0] if known_counts else draft.kernel_count
         if draft.kernel_count not in (UNSOLVED, count):
             raise PlanError(
                 f"{known.source}: {draft.name} has {count} elements in a kernel, "
