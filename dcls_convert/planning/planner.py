@@ -180,26 +180,27 @@ def _draft_layers(
     if size == AUTO:
         size = recommended_size(convs, rules, rule_of)
     drafts: list[LayerPlan] = []
-    skipped: list[Skipped] = []
-    refused: list[Skipped] = []
-    none_may_grow = True
+    errors: dict[str, PlanError] = {}  # by the names of sites that cannot take their size
     for site in convs.sites:
-        if site.name in reasons:
-            skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
-            continue
-        try:
-            drafts.append(_draft(site, rules, rule_of[site.name], size, options))
-        except PlanError as error:
-            refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
-            skipped.append(refused[-1])
-            none_may_grow &= isinstance(error, NoWindowError)
-    if refused and (options.strict or not drafts):
-        message = f"{refused[0].name}: {refused[0].reason}"
-        if len(refused) > 1:
-            message += f" (and {count_text(len(refused) - 1, 'more layer')})"
+        if site.name in rule_of:
+            try:
+                drafts.append(_draft(site, rules, rule_of[site.name], size, options))
+            except PlanError as error:
+                errors[site.name] = error
+                reasons[site.name] = str(error)
+    if errors and (options.strict or not drafts):
+        name = next(iter(errors))
+        message = f"{name}: {reasons[name]}"
+        if len(errors) > 1:
+            message += f" (and {count_text(len(errors) - 1, 'more layer')})"
+        none_may_grow = all(isinstance(error, NoWindowError) for error in errors.values())
         if none_may_grow and not drafts:
             raise NothingMatchesError(message)
         raise PlanError(message)
+    skipped = []
+    for site in convs.sites:
+        if site.name in reasons:
+            skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
     return drafts, [*skipped, *convs.skipped]
 
 
