@@ -56,12 +56,11 @@ def _group_name(first: LayerPlan, used_names: Collection[str], *, alone_in_stage
         name += f"/{first.out_channels}x{first.in_channels // first.groups}"
     if name in used_names:
         name += f"/{size_text(first.kernel_size)}"
-    same_name_count = 0  # groups with this name, with or without a number after it
-    for used_name in used_names:
-        if used_name == name or used_name.startswith(f"{name}/"):
-            same_name_count += 1
-    if same_name_count:
-        name += f"/{same_name_count + 1}"
+    unnumbered = name
+    number = 1
+    while name in used_names:
+        number += 1
+        name = f"{unnumbered}/{number}"
     return name
 
 
