@@ -123,8 +123,9 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
         measured = _measure(model, convs, inputs, has_values)
         reasons |= measured.reasons
+    first_names = [names[0] for names in names_of.values()]
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, _output_strides(traced, inputs), spatial)
+    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
@@ -143,8 +144,8 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
             conv,
             names,
             calls,
-            stage=stages.stage_of(name),
-            stem=stages.is_in_stem(name) or takes_image,
+            stage=stages.stage_of.get(name),
+            stem=name in stages.stem or takes_image,
             one_sided_axes=measured.one_sided_axes.get(name, ()),
         )
         sites.append(site)

@@ -6,9 +6,8 @@ A stage is a part of the network that works at one resolution.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -24,44 +23,44 @@ OutputStride = tuple[int, ...]  # input cells per output cell, on each axis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """The stages of a model, as two functions of a module's qualified name."""
+    """The stages of a model's convolutions."""
 
     found_by: str  # how they were found, in words
-    stage_of: Callable[[str], str | None]  # None outside all stages
-    is_in_stem: Callable[[str], bool]
+    stage_of: Mapping[str, str | None]  # by the name of a convolution; None outside all stages
+    stem: Set[str]  # names of the convolutions in the stem
 
 
-def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
+def find_stages(
+    model: nn.Module, names: Sequence[str], strides: Mapping[str, OutputStride], spatial: Set[str]
+) -> Stages:
     """Find the stages of a model.
 
     Args:
         model: The model, before conversion.
+        names: Names of its convolutions.
         strides: Output stride of each convolution, by its name; empty if the model is not traced.
         spatial: Names of the convolutions with a kernel larger than 1. Only these name stages: a
             1x1 before a strided convolution still works at the previous resolution.
     """
     stage_patterns, stem_patterns = _timm_patterns(model)
-    is_in_stem = partial(_matches_any, stem_patterns)
-    stem_conv_count = sum(is_in_stem(name) for name in spatial)
-    if stem_conv_count > MAX_STEM_CONVS:
-        is_in_stem = partial(_matches_any, [])  # the model has no stem
+    stem = {name for name in names if _matches_any(stem_patterns, name)}
+    if len(stem & spatial) > MAX_STEM_CONVS:
+        stem = set()  # it is a backbone
+    stage_of: dict[str, str | None] = {}
     if stage_patterns:
-        return Stages(
-            found_by="timm's group_matcher",
-            stage_of=partial(_stage_by_timm, stage_patterns),
-            is_in_stem=is_in_stem,
-        )
-    if strides:
-        outside = {name: stride for name, stride in strides.items() if not is_in_stem(name)}
-        stages = _stages_from_structure(outside, spatial)
-        return Stages(
-            found_by="output stride and module path", stage_of=stages.get, is_in_stem=is_in_stem
-        )
-    return Stages(
-        found_by="module path",
-        stage_of=partial(_stage_by_path, _common_depth(spatial)),
-        is_in_stem=is_in_stem,
-    )
+        found_by = "timm's group_matcher"
+        for name in names:
+            stage_of[name] = _stage_by_timm(stage_patterns, name)
+    elif strides:
+        found_by = "output stride and module path"
+        outside = {name: stride for name, stride in strides.items() if name not in stem}
+        stage_of.update(_stages_from_structure(outside, spatial))
+    else:
+        found_by = "module path"
+        common_depth = _common_depth(spatial)
+        for name in names:
+            stage_of[name] = _stage_by_path(common_depth, name)
+    return Stages(found_by=found_by, stage_of=stage_of, stem=stem)
 
 
 def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
