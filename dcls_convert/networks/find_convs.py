@@ -111,17 +111,13 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     if converted:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
     names_of = _convs_with_names(model)
-    input_size = as_image_size(inputs, _dims(model))
     is_own = not is_library_code(model)
-    has_values = not any(
-        parameter.is_meta or is_lazy(parameter) for parameter in model.parameters()
-    )
-    traced, macs_note = _try_trace(model, inputs, input_size, is_own, has_values)
+    traced, macs_note = _try_trace(model, inputs, is_own=is_own)
     reasons = _why_skipped(model, names_of, traced)
     measured = Measured({}, {})
     if is_own:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
-        measured = _measure(model, convs, inputs, has_values)
+        measured = _measure(model, convs, inputs)
         reasons |= measured.reasons
     first_names = [names[0] for names in names_of.values()]
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
@@ -135,10 +131,8 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reasons[name]))
             continue
         calls = None if traced is None else traced.calls[name]
-        if calls is None:
-            sees_image = conv is first_conv  # an assumption: there is no trace
-        else:
-            sees_image = calls.takes_image
+        # Without a trace, the first convolution is assumed to see the image.
+        sees_image = conv is first_conv if calls is None else calls.takes_image
         takes_image = sees_image and _may_take_inputs(conv, inputs)
         site = _site(
             conv,
@@ -155,7 +149,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         params=_parameter_count(model),
         macs=None if traced is None else traced.macs,
         inputs=inputs,
-        input_size=input_size,
+        input_size=as_image_size(inputs, _dims(model)),
         macs_note=macs_note,
         not_measured=measured.gap,
         stages_from=stages.found_by,
@@ -186,16 +180,14 @@ def _why_skipped(
     return reasons
 
 
-def _measure(
-    model: nn.Module, convs: Mapping[str, AnyConv], inputs: Inputs | None, has_values: bool
-) -> Measured:
+def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: Inputs | None) -> Measured:
     """Measure a network that is not a library's; where that is not possible, say why."""
     if not convs:
         return Measured({}, {})
     gap = None
     if inputs is None:
         gap = f"no input size is known; give input_size ({OTHER_INPUTS})"
-    elif not has_values:
+    elif not _has_values(model):
         gap = "it has parameters without values, on the meta device or lazy"
     else:
         try:
@@ -223,21 +215,23 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
+def _has_values(model: nn.Module) -> bool:
+    """True if all parameters have values: none is on the meta device or of a lazy layer."""
+    return not any(parameter.is_meta or is_lazy(parameter) for parameter in model.parameters())
+
+
 def _try_trace(
-    model: nn.Module,
-    inputs: Inputs | None,
-    input_size: tuple[int, ...] | None,
-    is_own: bool,
-    has_values: bool,
-) -> tuple[Trace, None] | tuple[None, str]:
+    model: nn.Module, inputs: Inputs | None, *, is_own: bool
+) -> tuple[Trace | None, str | None]:
     """Trace the model; return the trace and None, or None and the reason why it failed.
 
-    A library's network runs on meta, if it can; any other one with its values, if it has some.
+    A library's network runs on meta, if it can; the user's own with its values, if it has some.
     """
     if inputs is None:
         return None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
     if any(is_lazy(parameter) for parameter in model.parameters()):
         return None, "the model has lazy layers; run it once"
+    has_values = _has_values(model)
     is_too_large = pixel_count(inputs) > MAX_PIXELS
     ways: list[bool] = []  # on meta or not
     if not is_own or not has_values or is_too_large:
@@ -250,6 +244,7 @@ def _try_trace(
             return trace(model, inputs, on_meta=on_meta), None
         except Exception as error:  # any model code may run here; the model can still be converted
             problem = one_line(error)[:200]
+    input_size = as_image_size(inputs, _dims(model))
     if input_size is None:
         return None, f"the model does not run at {inputs_text(inputs)}: {problem}"
     return None, f"the model does not run at {size_text(input_size)}: {problem}; {OTHER_INPUTS}"
