@@ -65,7 +65,7 @@ class CannotMeasureError(Exception):
 class Measured:
     """What a measurement found, by the names of convolutions."""
 
-    reasons: dict[str, str]  # what would happen if it were replaced
+    reasons: dict[str, str]  # what would happen if a convolution were replaced
     # Axes along which it must not grow, or outputs would look to a side to which they do not look.
     one_sided_axes: dict[str, tuple[int, ...]]
     gap: str | None = None  # why something could not be measured; None if everything was
@@ -267,7 +267,7 @@ class _Measurement:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
-                return True  # it does not take longer kernels
+                return True  # the network does not run with longer kernels
 
         growing = [name for name in names if grows(self.convs[name], axis)]
         if growing and look_further(growing):

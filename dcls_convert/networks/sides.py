@@ -62,7 +62,7 @@ def with_changed_cells(tensor: Tensor, axes: Sequence[int]) -> tuple[list[list[i
 
 
 def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
-    """Return other values, which are in the range of the tensor's."""
+    """Return values that differ from these, but are in the range of the tensor's values."""
     if tensor.dtype == torch.bool:
         return ~values
     if not tensor.is_floating_point() and not tensor.is_complex():
@@ -100,8 +100,8 @@ class HalfReach:
     been cropped at either end.
     """
 
-    upper: float  # bound of the largest distance
-    lower: float  # bound of the smallest distance
+    upper: float  # the largest distance is at most this
+    lower: float  # the smallest distance is at least this
     spread: float  # difference between the largest and the smallest distance
 
 
@@ -125,11 +125,13 @@ class Reach:
         return self._looks_only(self.ahead, self.back, slack=1)
 
     def _looks_only(self, side: HalfReach, other: HalfReach, *, slack: int) -> bool:
-        """True if it looks to a side, and on the other ends in its own cell for each changed input.
+        """True if it looks to one side, and on the other side no further than its own cell.
+
+        The other side must end there for each changed input.
 
         Args:
             side, other: The two sides.
-            slack: Cells that it may look further to this side and still be centred.
+            slack: A centred output may look this many cells further to the one side.
         """
         ends = other.upper < max(1, self.cells_per_output)
         ends_alike = other.spread <= max(2, self.cells_per_output)
@@ -184,7 +186,8 @@ def reaches_of(
     """
     are_finite = before.isfinite() & after.isfinite()
     change = torch.where(are_finite, (after.double() - before.double()).abs(), 0)
-    rounding = min(1e-6, 10 * torch.finfo(before.dtype).eps)  # as of Fourier transforms
+    # Fourier transforms, for example, change all outputs by rounding errors.
+    rounding = min(1e-6, 10 * torch.finfo(before.dtype).eps)
     changed = (change > rounding * change.max()) | (before.isfinite() != after.isfinite())
     found: dict[AxisPair, Reach] = {}
     for layout in _layouts(len(sides), changed.dim() - 1):

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..geometry import size_text
 
-# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (in a
-# hybrid of ResNet and ViT).
+# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone, such as
+# the ResNet in front of a ViT.
 MAX_STEM_CONVS = 8
 MAX_STRIDES_OF_A_STAGE = 2  # output strides inside a stage: its own, and that of its input
 
@@ -113,7 +113,7 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
 
 
 def _common_depth(names: Iterable[str]) -> int:
-    """Return how deep the lowest module is that holds all of these modules; 0 for the model."""
+    """Return the depth of the lowest module that holds all of these modules; 0 for the model."""
     parents = [name.split(".")[:-1] for name in names]
     depth = 0
     for parts in zip(*parents, strict=False):
@@ -206,7 +206,7 @@ def _children_with_spatial_convs(
 def _naming_child(
     children: Set[str], stride_counts: Mapping[str, int], convs: Sequence[str]
 ) -> str | None:
-    """Return the child that gives a stage its name, or None if the stride must do that.
+    """Return the child that gives a stage its name; None if the stage is named by its stride.
 
     This child alone has spatial convolutions of the stage's stride. It has none of another stride,
     and is not itself one of the convolutions.

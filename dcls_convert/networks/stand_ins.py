@@ -18,7 +18,7 @@ LONGER_BY = 16  # cells by which a kernel grows along an axis, to see where outp
 
 
 class StandIn:
-    """A DCLS layer that computes what a convolution did; neither has its values in its weight."""
+    """A DCLS layer that computes what a convolution did. Neither weight has its values any more."""
 
     def __init__(self, conv: Conv) -> None:
         """Overwrite the values in the convolution's weight; the caller restores them."""
@@ -37,7 +37,8 @@ class StandIn:
 
         self.layer.forward = forward  # type: ignore[method-assign]
         for weight in self.weights:
-            weight.data.copy_(_poison_like(weight))  # not seen by autograd, which may have saved it
+            # Autograd, which may have saved the weight, does not see a change of `data`.
+            weight.data.copy_(_poison_like(weight))
 
     def is_changed(self) -> bool:
         """True if other code has changed a weight."""
@@ -78,7 +79,7 @@ def grows(conv: Conv, axis: int) -> bool:
 
 def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
     """Make a plain convolution like another one, with a longer random kernel along an axis."""
-    # Other paddings than zeros must be smaller than the map.
+    # Padding other than with zeros must be smaller than the map, so the kernel grows less.
     growth = LONGER_BY if conv.padding_mode == "zeros" else 2
     plain = _layer_without_values(conv, axis=axis, growth=growth).plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
