@@ -1,18 +1,13 @@
 """`dcls-convert rules`: show and check rule files."""
 
 import json
-from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..input import builtin_rules
-from ..planning.plan_options import PlanOptions
 from ..text import count_text
 from . import console, options
-
-if TYPE_CHECKING:
-    from ..planning.rules import RuleSet
 
 RulesArgument = Annotated[
     str,
@@ -21,14 +16,6 @@ RulesArgument = Annotated[
         help="A built-in set, or a file.",
         autocompletion=options.complete_rules,
         show_default=False,
-    ),
-]
-ModelToCheck = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Also check that every rule claims something in this model.",
-        autocompletion=options.complete_models,
     ),
 ]
 
@@ -56,23 +43,19 @@ def rules_show(name: RulesArgument) -> None:
 
 
 @rules_app.command("check")
-def rules_check(
-    file: RulesArgument, model: ModelToCheck = None, json_: options.Json = False
-) -> None:
-    """Check a rule file, and with --model whether it fits the model, as a conversion would."""
+def rules_check(file: RulesArgument, json_: options.Json = False) -> None:
+    """Check a rule file; whether it fits a model is checked by a conversion with --dry-run."""
     from ..planning.rule_files import load_rules
 
     rules = load_rules(file)
-    claims = None if model is None else _claims(rules, model)
     if json_:
         names = [rules.label(index) for index in range(len(rules.rules))]
-        _write_json({"file": file, "rules": names, "model": model, "claims": claims})
-        return
-    valid = f"{file}: valid, {count_text(len(rules.rules), 'rule')}"
-    if claims is None:
-        console.show(f"{valid}; add --model MODEL to check that they fit a model")
+        _write_json({"file": file, "rules": names})
     else:
-        console.show(f"{valid}; in {model}:", *_lines(rules, claims))
+        valid = f"{file}: valid, {count_text(len(rules.rules), 'rule')}"
+        console.show(
+            f"{valid}; whether they fit a model: dcls-convert MODEL --rules FILE --dry-run"
+        )
 
 
 @rules_app.command("schema")
@@ -87,47 +70,3 @@ def _write_json(values: dict[str, Any]) -> None:
     from ..records import write_json
 
     console.write(write_json({"format": 1, **values}))
-
-
-def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
-    """Count the model's convolutions by what becomes of them.
-
-    Raises:
-        DclsConvertError: The rules do not fit the model.
-    """
-    with console.steps(model_name, "reading", lines=False):
-        from ..conversion.load import load
-        from ..conversion.plan_network import plan_network
-        from ..conversion.request import ConversionRequest
-        from ..planning.claims import match_rules
-
-        request = ConversionRequest(
-            model=model_name, options=PlanOptions(rules=rules), dry_run=True
-        )
-        loaded = load(request)
-        plan = plan_network(loaded, request.options)  # may raise, as a conversion would
-        rule_of, unclaimed = match_rules(rules, loaded.convs.sites)
-    converted = Counter(layer.rule for layer in plan.layers)
-    claimed = Counter(rule_of.values())
-    counts = []
-    for index, rule in enumerate(rules.rules):
-        counts.append(claimed[index] if rule.skip else converted[rules.label(index)])
-    return {
-        "convolutions": len(loaded.convs.sites),
-        "by_rule": counts,
-        "no_rule": len(unclaimed),
-        "not_convertible": len(loaded.convs.skipped) + len(rule_of) - sum(counts),
-    }
-
-
-def _lines(rules: "RuleSet", claims: dict[str, Any]) -> list[str]:
-    """Return a line for every rule, and one for the convolutions that no rule claims."""
-    lines = []
-    for index, rule in enumerate(rules.rules):
-        action = "converts" if rule.skip is None else "skips"
-        count = f"{claims['by_rule'][index]} of {count_text(claims['convolutions'], 'convolution')}"
-        lines.append(f"  {rules.label(index)}: {action} {count}")
-    lines.append(
-        f"  no rule: {claims['no_rule']}, cannot be converted: {claims['not_convertible']}"
-    )
-    return lines

@@ -147,9 +147,7 @@ def test_rules_commands():
     names = set(json.loads(run("rules", "list", "--json")[0])["rules"])
     assert names == {line.split()[0] for line in run("rules", "list")[0].splitlines()}
     Path("copy.yaml").write_text(run("rules", "show", "depthwise")[0])
-    assert "add --model MODEL" in run("rules", "check", "copy.yaml")[0]
-    checked = json.loads(run("rules", "check", "copy.yaml", "--model", NET, "--json")[0])
+    assert "valid, 1 rule" in run("rules", "check", "copy.yaml")[0]
+    checked = json.loads(run("rules", "check", "copy.yaml", "--json")[0])
     assert checked["rules"] == ["depthwise"]
-    assert checked["claims"]["by_rule"] == [4]
-    assert checked["claims"]["no_rule"] == 1
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"

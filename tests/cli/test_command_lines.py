@@ -43,7 +43,7 @@ RIGHT = [
     "models nope",  # some patterns take minutes
     "rules list",
     "rules show depthwise",
-    f"rules check rules.yaml --model {NET}",
+    "rules check rules.yaml",
 ]
 
 

@@ -27,7 +27,7 @@ def test_a_shell_completes_commands_at_once(monkeypatch):
         "--ver": {"--version", "--verbose"},
         "convnext_tiny --rules dep": {"depthwise"},
         "inspect mo": set(),  # files, which shells complete themselves
-        "rules check depthwise --model torchvision:vgg11_": {"torchvision:vgg11_bn"},
+        "sweep torchvision:vgg11_": {"torchvision:vgg11_bn"},
     }.items(),
 )
 def test_what_is_completed_where(monkeypatch, typed, words):

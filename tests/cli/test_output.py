@@ -55,7 +55,7 @@ def plain():
         [OWN, "--dry-run", "--verbose"],
         [OWN, "--dry-run", "--json"],
         [OWN, "--dry-run", "--rules", "evil.yaml", "--verbose"],
-        ["rules", "check", "evil.yaml", "--model", OWN],
+        ["rules", "check", EVIL],
         ["rules", "show", "evil.yaml"],
         ["models", EVIL],
         [OWN, "--output", EVIL, "--quiet"],
