@@ -54,8 +54,7 @@ def carry_out(
     Args:
         request: The request.
         plan: The plan of `request.plan_folder`, which was made for the same network.
-        approve: Called with what is planned, before anything that takes long; may raise. If kernel
-            counts are still to be measured, those of the plan are not final.
+        approve: Called with what is planned, before anything that takes long; may raise.
         notify: Called with what is being done.
         note: Called with what the user should know.
 
@@ -98,7 +97,6 @@ def carry_out(
         )
         plan = plan_network(loaded, request.options, counts)
         conversion = replace(conversion, report=predict_report(plan))
-        approve(conversion)
     return _convert_(conversion, network, images, statistics, notify, note)
 
 

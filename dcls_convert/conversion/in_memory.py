@@ -128,12 +128,9 @@ def convert_(
         std=std,
         seed=seed,
     )
-    messages: list[str] = []
 
     def warn_before_changes(planned: Conversion) -> None:
-        if messages:  # a plan whose counts are measured is approved twice
-            return
-        messages.extend(options_without_effect(request))
+        messages = options_without_effect(request)
         if planned.plan.not_measured is not None:
             messages.append(not_measured_text(planned.plan.not_measured))
         for message in messages:
