@@ -13,7 +13,7 @@ from rich.table import Column
 
 from .text import printable, shortened
 
-logger = logging.getLogger("dcls_convert")  # logs each decision, at DEBUG
+logger = logging.getLogger("dcls_convert")  # how a layer convolves, at DEBUG
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # terminal columns
 # A callback for messages to the user.

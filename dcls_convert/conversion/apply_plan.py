@@ -14,7 +14,7 @@ from ..networks.process_settings import full_precision
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choice
 from ..placing.place import LayerGroup, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
-from ..progress import Note, Notify, ignore_messages, logger
+from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
 from ..starts.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..starts.images import Calibration, Images, calibrate
@@ -94,12 +94,6 @@ def _report_with_errors(
             layer,
             fit_error=kernel_errors.get(layer.name),
             output_error=output_errors.get(layer.name),
-        )
-        logger.debug(
-            "%s: relative error of the kernel %s, of the outputs for images %s",
-            layer.name,
-            layer.fit_error,
-            layer.output_error,
         )
         layers.append(layer)
     return predict_report(replace(plan, layers=tuple(layers)))

@@ -19,12 +19,10 @@ from ..planning.counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
-from ..progress import logger
 from ..text import shortened
 from ..weights.loading import check_weights
 from .authors import counts_of_elements, translate_authors_elements
 from .load import LoadedNetwork
-from .request import ConversionRequest
 
 
 def must_measure_counts(loaded: LoadedNetwork) -> bool:
@@ -73,7 +71,6 @@ def plan_network(
     if plan.macs is None and states_inputs and not has_lazy:
         _refuse_inputs(plan)
     _check_weights(loaded, plan)
-    _log(request, plan)
     return plan
 
 
@@ -97,7 +94,6 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
     if plan.source is None and found is not None:  # of a network in memory; now the user names it
         plan = replace(plan, model=found.name, model_args=found.args)
     _check_weights(loaded, plan)
-    _log(loaded.request, plan)
     return plan
 
 
@@ -130,21 +126,3 @@ def _refuse_inputs(plan: ConversionPlan) -> None:
     if plan.input_size is not None:
         subject = f"input size {size_text(plan.input_size)}, as (channels, *spatial)"
     raise PlanError(f"{subject}: {plan.macs_note}")
-
-
-def _log(request: ConversionRequest, plan: ConversionPlan) -> None:
-    """Log at DEBUG how layers start, and the plan of each convolution."""
-    logger.debug("start: %s; scope of the counts: %s", request.start, plan.scope)
-    for layer in plan.layers:
-        logger.debug(
-            "%s: rule %r; kernel %s, window %s; %d elements, %s; positions of %s",
-            layer.name,
-            layer.rule,
-            size_text(layer.kernel_size),
-            size_text(layer.dilated_size),
-            layer.kernel_count,
-            layer.interpolation,
-            layer.tie_group or layer.name,
-        )
-    for skipped in plan.skipped:
-        logger.debug("%s: not converted: %s", skipped.name, skipped.reason)
