@@ -13,7 +13,6 @@ from typing import TextIO
 
 import typer
 from rich.console import Console, RenderableType
-from rich.segment import Segment, Segments
 from rich.text import Text
 
 from ..errors import DclsConvertError
@@ -133,10 +132,7 @@ def steps(
 
 
 def _render(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
-    """Return what rich would write to the stream, with control characters of data escaped.
-
-    The line breaks and colours of the layout stay.
-    """
+    """Return what rich would write to the stream; parts that are not str are escaped already."""
     console = Console(file=stream, highlight=False)
     if wide and not console.is_terminal:
         console.width = max(console.width, WIDTH_IN_A_FILE)
@@ -144,13 +140,7 @@ def _render(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
         for part in parts:
             if isinstance(part, str):
                 part = Text(printable(part))
-            options = console.options
-            if isinstance(part, Text):
-                options = options.update(no_wrap=True, overflow="ignore")
-            escaped = []
-            for text, style, _ in console.render(part, options):
-                escaped.append(Segment(printable(text, keep="\n"), style))
-            console.print(Segments(escaped), soft_wrap=True)
+            console.print(part, soft_wrap=isinstance(part, Text), crop=False)
     return captured.get()
 
 
