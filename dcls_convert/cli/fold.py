@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..export.formats import EXPORT_FORMATS, FormatName
+from ..export.formats import SUFFIXES, FormatName
 from ..geometry import size_text
 from ..text import count_text
 from . import console, options
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Format = Annotated[
     FormatName,
     typer.Option(
-        metavar="|".join(EXPORT_FORMATS),
+        metavar="|".join(SUFFIXES),
         help="timm: a folder, which timm loads by itself if the architecture allows it. "
         "onnx, pt2: one file.",
         rich_help_panel=options.OUTPUT,
@@ -103,7 +103,7 @@ def _description(report: "ExportReport") -> str:
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
         return f"a dcls-convert folder, because {report.note}"
-    noun = EXPORT_FORMATS[report.kind].noun
+    noun = "ONNX model" if report.kind == "onnx" else "torch.export program"
     number = "any number at a time"
     if report.batch is not None:
         number = f"{report.batch} at a time, because the network's code fixes the number"

@@ -1,7 +1,6 @@
-"""Fold a checkpoint's model into plain convolutions, and write it in one of EXPORT_FORMATS."""
+"""Fold a checkpoint's model into plain convolutions, and write it in a format of WRITERS."""
 
 import importlib.util
-import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,17 @@ from .folded_model import (
     parameter_count,
     run_model,
 )
-from .formats import EXPORT_FORMATS, ExportFormat, FormatName
+from .formats import SUFFIXES, FormatName
+from .program import write_onnx, write_pt2
+from .stock_timm import write_timm_folder
 
 FOLD_IN_PYTHON = "in Python, fold_to_dense_(model) folds it without comparing them"
+ONNX_PACKAGES = ("onnxscript", "onnxruntime")  # of the extra `export`
+WRITERS: dict[FormatName, Callable[[FoldedModel], ExportReport]] = {
+    "timm": write_timm_folder,
+    "onnx": write_onnx,
+    "pt2": write_pt2,
+}
 
 
 def fold_checkpoint(
@@ -48,7 +55,7 @@ def fold_checkpoint(
 
     Args:
         folder: The checkpoint folder.
-        format: A name in EXPORT_FORMATS.
+        format: A name in WRITERS.
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
         input_size: Size of the image on which outputs are compared and for which the network is
@@ -62,12 +69,12 @@ def fold_checkpoint(
     Raises:
         DclsConvertError: The model cannot be folded or written, or its outputs would change.
     """
-    export_format = EXPORT_FORMATS[format]
     checkpoint = open_checkpoint(folder)
     if output is None:
-        output = Path(folder.resolve().name + export_format.suffix)
-    _check_output(export_format, checkpoint.folder, output, force=force)
-    _check_packages(format)
+        output = Path(folder.resolve().name + SUFFIXES[format])
+    _check_output(format, checkpoint.folder, output, force=force)
+    if format == "onnx":
+        _check_onnx_packages()
     if input_size is None:
         input_size = checkpoint.stated_size
     inputs = _check_inputs(checkpoint, input_size)
@@ -89,8 +96,7 @@ def fold_checkpoint(
         force=force,
         notify=notify,
     )
-    write: Callable[[FoldedModel], ExportReport] = pkgutil.resolve_name(export_format.writer)
-    return write(folded)
+    return WRITERS[format](folded)
 
 
 def _load(checkpoint: Checkpoint, model: str | None, *, trust_code: bool) -> nn.Module:
@@ -114,15 +120,12 @@ def _fold_(network: nn.Module, inputs: Inputs, folder: Path) -> tuple[Any, float
     return outputs, check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
 
 
-def _check_packages(format: FormatName) -> None:
-    """Refuse a format whose packages are not installed."""
-    missing = []
-    for name in EXPORT_FORMATS[format].packages:
-        if importlib.util.find_spec(name) is None:
-            missing.append(name)
+def _check_onnx_packages() -> None:
+    """Refuse (DclsConvertError) to export to ONNX if a package for it is not installed."""
+    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise DclsConvertError(
-            f"format {format} needs {join_with_and(missing)}: pip install 'dcls-convert[export]'"
+            f"format onnx needs {join_with_and(missing)}: pip install 'dcls-convert[export]'"
         )
 
 
@@ -144,15 +147,15 @@ def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> I
     return inputs
 
 
-def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, force: bool) -> None:
+def _check_output(format: FormatName, folder: Path, output: Path, *, force: bool) -> None:
     """Refuse an output that is the checkpoint, has another suffix, or must not be replaced."""
-    if export_format.is_file:
-        if output.suffix != export_format.suffix:
-            raise CheckpointError(f"output {shortened(output)} must end in {export_format.suffix}")
+    if format != "timm":
+        if output.suffix != SUFFIXES[format]:
+            raise CheckpointError(f"output {shortened(output)} must end in {SUFFIXES[format]}")
         check_output(output, force=force, reason_to_keep=reason_not_a_file)
         return
-    for name, file_format in EXPORT_FORMATS.items():
-        if file_format.is_file and output.suffix == file_format.suffix:
+    for name, suffix in SUFFIXES.items():
+        if output.suffix == suffix:
             raise CheckpointError(
                 f"output {shortened(output)}: add --format {name}, or write a folder"
             )
