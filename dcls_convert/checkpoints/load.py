@@ -50,16 +50,10 @@ def load_converted(
     """
     if model is not None:
         check_argument("model", model, nn.Module)
-    loaded = load_checkpoint(open_checkpoint(folder), model=model, trust_code=trust_code)
-    return loaded if device is None else loaded.to(device)
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint, *, model: nn.Module | None = None, trust_code: bool = False
-) -> nn.Module:
-    """Do the same as `load_converted`, from an opened folder and on the CPU."""
+    checkpoint = open_checkpoint(folder)
     _ = checkpoint.plan  # raises if there is none
-    return load_state(checkpoint, checkpoint.read_state(), model=model, trust_code=trust_code)
+    loaded = load_state(checkpoint, checkpoint.read_state(), model=model, trust_code=trust_code)
+    return loaded if device is None else loaded.to(device)
 
 
 def load_state(

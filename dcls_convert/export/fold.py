@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
-from ..checkpoints.load import load_checkpoint
+from ..checkpoints.load import load_state
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
 from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_count
@@ -104,7 +104,8 @@ def _load(checkpoint: Checkpoint, model: str | None, *, trust_code: bool) -> nn.
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
-    return load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code).eval()
+    state = checkpoint.read_state()
+    return load_state(checkpoint, state, model=unconverted, trust_code=trust_code).eval()
 
 
 def _fold_(network: nn.Module, inputs: Inputs, folder: Path) -> tuple[Any, float]:

@@ -137,7 +137,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
 )
 def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, arguments, message):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.setattr(dcls_convert.export.fold, "load_checkpoint", None)
+    monkeypatch.setattr(dcls_convert.export.fold, "load_state", None)
     (tmp_path / "in").symlink_to(checkpoints / "Plain")
     (tmp_path / "notes.txt").write_text("mine")
     out, err = run("fold", *arguments.split(), code=2)
