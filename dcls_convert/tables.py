@@ -3,21 +3,15 @@
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich import table as rich_table
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from .text import printable, shortened
+from .text import printable
 
-# Terminal columns, including the gap after a name. Names are not shortened further than this. If
-# the table is still too wide, numbers wrap.
-MIN_NAME_WIDTH = 24
-UNLIMITED_WIDTH = 1_000_000  # terminal columns; a table measured at it has its natural width
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
 
@@ -27,18 +21,17 @@ class Column:
 
     heading: str
     left: bool = False  # aligned to the left; numbers are aligned to the right
-    words: bool = False  # text of any length, which wraps so that names and numbers stay whole
+    words: bool = False  # text of any length, which wraps so that numbers stay whole
 
 
 class Table:
     """Rows of texts under headings. A column in which no row has a text is left out.
 
-    The first column holds names. If the table is too wide, their middle is cut out.
+    The first column holds names. If the table is too wide, they wrap, and numbers do not.
     """
 
-    def __init__(self, columns: Sequence[Column], min_name_width: int = MIN_NAME_WIDTH) -> None:
+    def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns
-        self._min_name_width = min_name_width
         self._rows: list[list[str]] = []
         self._styles: list[str] = []  # rich's style of each row
         self._total_rows = 0
@@ -80,41 +73,23 @@ class Table:
         return "".join(lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        name_width = console.width // 2
-        table = self._rich_table(name_width)
-        natural = console.measure(table, options=options.update(max_width=UNLIMITED_WIDTH)).maximum
-        surplus = natural - options.max_width
-        if surplus > 0 and not any(column.words for column in self._columns):
-            longest = cell_len(self._columns[0].heading)
-            for name, *_ in self._rows:
-                longest = max(longest, cell_len(shortened(name, name_width)))
-            shortest_allowed = min(longest, self._min_name_width - 1)
-            table = self._rich_table(max(longest - surplus, shortest_allowed))
-        yield table
-
-    def _rich_table(self, name_width: int) -> rich_table.Table:
-        """Return rich's table, with names of at most `name_width` terminal columns."""
         table = rich_table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
         columns, rows = self._shown()
-        only_words_wrap = any(column.words for column in columns)
         for column in columns:
             is_name = column is columns[0]
-            wraps = column.words if only_words_wrap else not is_name
-            overflow: Any = {"overflow": "fold"} if wraps else {"no_wrap": True}
-            justify: Any = "left" if is_name or column.left else "right"
-            table.add_column(column.heading, justify=justify, **overflow)
+            wraps = is_name or column.words
+            table.add_column(
+                column.heading,
+                justify="left" if is_name or column.left else "right",
+                no_wrap=not wraps,
+                overflow="fold" if wraps else "ellipsis",
+            )
         last = len(rows) - self._total_rows  # number of the row above the totals
         for number, (row, style) in enumerate(zip(rows, self._styles, strict=True), start=1):
-            name, *others = row
-            table.add_row(
-                Text(shortened(name, name_width)),
-                *map(Text, others),
-                style=style,
-                end_section=number == last,
-            )
-        return table
+            table.add_row(*map(Text, row), style=style, end_section=number == last)
+        yield table
 
 
 def _markdown_line(cells: Iterable[str]) -> str:

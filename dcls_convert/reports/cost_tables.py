@@ -58,7 +58,7 @@ def _table(first_columns: Sequence[Column], rows: Sequence[Row]) -> Table:
     error_field = shown_error(all_layers)
     columns = [
         *first_columns,
-        Column("Kernel", left=True),
+        Column("Kernel", left=True, words=True),
         Column("Count"),
         Column("Parameters"),
         Column(f"MACs{unit}"),

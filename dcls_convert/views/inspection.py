@@ -11,9 +11,6 @@ from ..geometry import size_text
 from ..tables import Column, Table, indented, title
 from ..text import count_text
 
-# Terminal columns of the names; most rows are tie groups, whose names are short.
-NAME_WIDTH = 16
-
 
 def inspection_view(inspection: Inspection) -> RenderableType:
     """Return an inspection as it is shown in a terminal of at least 80 columns."""
@@ -59,8 +56,7 @@ def _table(inspection: Inspection) -> Table:
             Column("Distance"),
             Column("Sigma"),
             Column("Moved"),
-        ],
-        min_name_width=NAME_WIDTH,
+        ]
     )
     rows = inspection.positions
     for row in rows:
