@@ -33,7 +33,7 @@ from .parsing import (
     parse_input_size,
     parse_keywords,
     parse_numbers,
-    parse_window_or_auto,
+    parse_window,
 )
 
 # Groups of options in --help.
@@ -190,7 +190,7 @@ DilatedSize = Annotated[
         help="Window in which elements move: 17 or 17x9 cells; +4: each side four cells longer "
         f"than the kernel's; auto: the largest growth, up to {MAX_WINDOW} cells, that adds at "
         f"most {MAX_ADDED_COST_PERCENT:g} % to the MACs.",
-        parser=parse_window_or_auto,
+        parser=parse_window,
         rich_help_panel=HOW_MANY_ELEMENTS,
     ),
 ]

@@ -20,21 +20,13 @@ from ..options import (
     parse_percent,
 )
 from ..text import shortened
-from .console import note
 
 KEYWORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # KEY=VALUE
 
 
-def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
-    """Parse "auto", or a window as `parse_window` does."""
-    if text == AUTO:
-        return AUTO
-    return parse_window(text)
-
-
 def parse_window(text: str) -> int | str | tuple[int, ...]:
-    """Parse "17" into 17, and "17x9" into (17, 9); a growth such as "+4" stays text."""
-    if re.fullmatch(GROWTH, text):
+    """Parse "17" into 17, and "17x9" into (17, 9); "auto" and a growth such as "+4" stay text."""
+    if text == AUTO or re.fullmatch(GROWTH, text):
         return text
     expected = (
         f"a size: give an integer from 1 to {MAX_SIDE} such as 17, sides such as 17x9, "
@@ -178,23 +170,10 @@ def _parse_list(
         if len(bounds) == 1:
             values.append(bounds[0])
         elif len(bounds) in (2, 3) and all(isinstance(bound, int) for bound in bounds):
-            values += _numbers_between(part, *bounds, default_step=step)
+            first, last, *steps = bounds
+            if last < first:
+                raise ValueError(f"'{part}' runs backwards; give {last}..{first}")
+            values += range(first, last + 1, *(steps or [step]))
         else:
             raise ValueError(f"'{shortened(part)}' is not a list of {expected}")
     return list(dict.fromkeys(values))
-
-
-def _numbers_between(
-    part: str, first: int, last: int, step: int | None = None, *, default_step: int
-) -> range:
-    """Return the numbers from first to last; note if the default step does not reach the last.
-
-    Raises:
-        ValueError: `part`, the text of the range, runs backwards.
-    """
-    if last < first:
-        raise ValueError(f"'{part}' runs backwards; give {last}..{first}")
-    numbers = range(first, last + 1, step or default_step)
-    if step is None and numbers[-1] < last:
-        note(f"{part} stops at {numbers[-1]}, as it grows by {default_step}; {part}..1 has all")
-    return numbers
