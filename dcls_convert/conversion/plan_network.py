@@ -6,8 +6,6 @@ in `request.py` for the start, and in `planning/` for rules, windows and counts.
 
 from dataclasses import replace
 
-from torch.nn.parameter import is_lazy
-
 from ..errors import PlanError
 from ..geometry import size_text
 from ..networks.input_tensors import inputs_text
@@ -67,8 +65,7 @@ def plan_network(
         loaded.convs, options, known_counts=known_counts, source=loaded.source_in_checkpoint
     )
     states_inputs = request.input_size is not None or request.example_inputs is not None
-    has_lazy = any(map(is_lazy, loaded.structure.parameters()))  # which cannot run yet
-    if plan.macs is None and states_inputs and not has_lazy:
+    if plan.macs is None and states_inputs:
         _refuse_inputs(plan)
     _check_weights(loaded, plan)
     return plan
