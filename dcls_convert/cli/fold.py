@@ -1,7 +1,6 @@
 """`dcls-convert fold`: turn the layers of a checkpoint into plain convolutions."""
 
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +53,6 @@ def fold(
     Positions are then no longer learnable. Outputs stay the same; this is checked before writing.
     """
     from ..export.fold import fold_checkpoint
-    from ..records import write_json
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
         report = fold_checkpoint(
@@ -68,7 +66,7 @@ def fold(
             notify=notify,
         )
     if json_:
-        console.write(write_json(asdict(report)))
+        console.write(report.to_json())
     elif quiet:
         console.show_path(report.output)
     else:
