@@ -1,11 +1,9 @@
 """An inspection as a table, with a row for each positions tensor, and what the columns mean."""
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.inspection import Inspection, PositionRow
+from ..checkpoints.inspection import Inspection
 from ..conversion.provenance import provenance_lines
 from ..geometry import size_text
 from ..tables import Column, Table, indented, title
@@ -19,7 +17,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     near = f"elements closer than {inspection.overlap_distance:g} cells"
     elements = f"{inspection.elements:,} distinct elements"
     lines = [
-        f"{count_text(len(rows), 'positions tensor')}{_shared(rows)}; {elements}.",
+        f"{count_text(len(rows), 'positions tensor')}; {elements}.",
         "Elements: of one kernel, and the window in which they move.",
         f"Border: {border}; if many are there, the window is too small.",
         f"Overlap: {near} to another of their kernel; near 100 % is normal right after a random "
@@ -84,14 +82,3 @@ def _table(inspection: Inspection) -> Table:
             None,
         )
     return table
-
-
-def _shared(rows: Sequence[PositionRow]) -> str:
-    """Say how many of the positions tensors are shared by several layers, as a suffix."""
-    tied = sum(row.tied for row in rows)
-    if tied == len(rows):
-        each = ", each" if len(rows) > 1 else ""
-        return f"{each} shared within a stage"
-    if tied:
-        return f", {tied} shared within a stage"
-    return ""
