@@ -24,6 +24,12 @@ from .fingerprint import NOT_CHECKED, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
 from .write import clamped_state_, write_texts, write_weights
 
+NO_SOURCE = (
+    "the model is saved as your own, because it does not state how it was built, or was built with "
+    "an argument that a folder cannot hold, such as a class: load it with load_converted(folder, "
+    'model=...). If torchvision built it, say how: save_converted(..., source="torchvision:NAME")'
+)
+
 
 def save_converted(
     model: nn.Module,
@@ -79,7 +85,8 @@ def save_converted(
         write_texts(partial, name, model, plan, report=report, picture=picture)
         write_weights(partial, state, fingerprint)
         if plan.source is None or not plan.source.is_from_registry:
-            note = _note_of_own_network(model)
+            if type(model).__module__.startswith(("timm.models.", "torchvision.models.")):
+                note = NO_SOURCE
         elif check:
             comparison = compare_with_folder(model, partial, fingerprint)
             if comparison.difference is not None:
@@ -134,21 +141,6 @@ def _as_it_is(
         plan = plan_for_source(built_by, plan)
     state = clamped_state_(model)
     return with_current_args(plan, model, state), state
-
-
-def _note_of_own_network(model: nn.Module) -> str | None:
-    """Return what to say of a network that no library builds; None if it is the user's own."""
-    if type(model).__module__.startswith("timm.models."):
-        return (
-            "the model is saved as your own, because a folder cannot hold what built it, such as "
-            "a class or a function as an argument: load it with load_converted(folder, model=...)"
-        )
-    if not type(model).__module__.startswith("torchvision.models."):
-        return None
-    return (
-        "the model is saved as your own: load it with load_converted(folder, model=...). If "
-        'torchvision built it, say how: save_converted(..., source="torchvision:NAME")'
-    )
 
 
 def _note_of_comparison(plan: ConversionPlan, comparison: Comparison) -> str | None:

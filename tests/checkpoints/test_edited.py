@@ -78,7 +78,7 @@ def test_a_model_edited_after_its_conversion_is_saved_as_its_users_own(tmp_path,
 def test_an_argument_that_a_folder_cannot_hold_is_said(tmp_path):
     model = timm.create_model(NAME, norm_layer=functools.partial(nn.BatchNorm2d, eps=1e-2))
     plan = convert_(model, dilated_size=7, init="random").plan
-    with pytest.warns(UserWarning, match="cannot hold what built it, such as a class"):
+    with pytest.warns(UserWarning, match="that a folder cannot hold, such as a class"):
         save_converted(model, plan, tmp_path / "out")
 
 
