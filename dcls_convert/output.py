@@ -42,15 +42,13 @@ def check_output(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> No
             )
         # For a name that is too long, `is_symlink` and `exists` raise OSError.
         if path.is_symlink() or path.exists():
-            if not force and path.is_dir():
-                raise OutputExistsError(path)  # without `reason_to_keep`, whose imports may be slow
+            if not force:
+                raise OutputExistsError(path)
             reason = reason_to_keep(path)
             if reason is not None:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
                 )
-            if not force:
-                raise OutputExistsError(path)
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")
