@@ -25,43 +25,39 @@ PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for on
 
 OutputFolder = Annotated[
     Path | None,
-    typer.Option(
+    options.output_option(
         "--output",
         "-o",
         metavar="FOLDER",
         help="Checkpoint to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 WithPicture = Annotated[
     bool,
-    typer.Option(
+    options.output_option(
         "--picture",
         metavar="",
         help="Add positions.png, a figure of positions and kernels, which the model card shows "
         "(extra plot).",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 DryRun = Annotated[
     bool,
-    typer.Option(
+    options.output_option(
         "--dry-run",
         metavar="",
         help="Report only: nothing is written or downloaded.",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 Verbose = Annotated[
     int,
-    typer.Option(
+    options.output_option(
         "--verbose",
         "-v",
         metavar="",
         count=True,
         show_default=False,
         help="Report every layer, and why others are kept; -vv: also name those.",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 

@@ -4,8 +4,6 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..export.formats import SUFFIXES, FormatName
 from ..geometry import size_text
 from ..text import count_text
@@ -17,22 +15,20 @@ if TYPE_CHECKING:
 
 Format = Annotated[
     FormatName,
-    typer.Option(
+    options.output_option(
         metavar="|".join(SUFFIXES),
         help="timm: a folder, which timm loads by itself if the architecture allows it. "
         "onnx, pt2: one file.",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 OutputPath = Annotated[
     Path | None,
-    typer.Option(
+    options.output_option(
         "--output",
         "-o",
         metavar="PATH",
         help="Folder or file to write (default: ./CHECKPOINT-folded, ./CHECKPOINT.onnx or "
         "./CHECKPOINT.pt2).",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 

@@ -18,11 +18,10 @@ PICTURES = "Pictures"  # a group of options in --help
 
 PlanAsJson = Annotated[
     bool,
-    typer.Option(
+    options.output_option(
         "--plan",
         metavar="",
         help="Print the checkpoint's plan as JSON instead.",
-        rich_help_panel=options.OUTPUT,
     ),
 ]
 Picture = Annotated[

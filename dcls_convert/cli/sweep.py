@@ -18,30 +18,27 @@ if TYPE_CHECKING:
 
 Sizes = Annotated[
     Any,
-    typer.Option(
+    options.elements_option(
         metavar="A..B|N,N",
         help="Windows: 7..23 tries 7, 9, ..., 23 (odd kernels need odd windows); 7..23..4 tries "
         "7, 11, ..., 23; +2,+4 are growths.",
         parser=parse_sizes,
-        rich_help_panel=options.HOW_MANY_ELEMENTS,
     ),
 ]
 Counts = Annotated[
     Any,
-    typer.Option(
+    options.elements_option(
         metavar="N,N",
         help="Elements per kernel: 20,34 or 20..40..5 (default: as many as the budget allows).",
         parser=parse_counts,
-        rich_help_panel=options.HOW_MANY_ELEMENTS,
     ),
 ]
 Budgets = Annotated[
     Any,
-    typer.Option(
+    options.elements_option(
         metavar="P,P",
         help="Budgets in percent of the weights replaced: 60%,80%,100%.",
         parser=parse_budgets,
-        rich_help_panel=options.HOW_MANY_ELEMENTS,
     ),
 ]
 
