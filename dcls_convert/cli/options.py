@@ -167,6 +167,7 @@ Strict = Annotated[
 PlanFolder = Annotated[
     Path | None,
     model_option(
+        "--plan",
         metavar="FOLDER",
         help="Apply the plan of a checkpoint to other weights of the same model.",
         callback=_checked(check_folder),
@@ -235,6 +236,7 @@ InterpolationOption = Annotated[
 Calibrate = Annotated[
     Path | None,
     start_option(
+        "--calibrate",
         metavar="FOLDER",
         help="Folder of images; match the network's outputs on them instead of its kernels.",
         callback=_checked(check_images),
@@ -243,6 +245,7 @@ Calibrate = Annotated[
 ImagesOption = Annotated[
     int | None,
     start_option(
+        "--images",
         metavar="N",
         min=1,
         help="Images to use of --calibrate, evenly spread; some are held out to compare outputs on "

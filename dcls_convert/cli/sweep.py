@@ -47,7 +47,7 @@ def sweep_command(
     context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
-    checkpoint: options.WeightsFile = None,
+    weights: options.WeightsFile = None,
     checkpoint_key: options.CheckpointKey = None,
     num_classes: options.NumClasses = None,
     in_chans: options.InChans = None,
@@ -69,7 +69,6 @@ def sweep_command(
     request = ConversionRequest(
         **options.values_for(ConversionRequest, context),
         options=PlanOptions(**options.values_for(PlanOptions, context)),
-        weights=checkpoint,
         dry_run=True,
     )
     with console.steps(model, "planning") as notify:
