@@ -127,18 +127,20 @@ def _as_it_is(
 ) -> tuple[ConversionPlan, dict[str, Tensor]]:
     """Return the plan by which a model is built as it is now, and its state dict.
 
-    The arguments are those of `save_converted`, and the errors.
+    The arguments and the errors are those of `save_converted`.
     """
-    built_by = None if source is None else resolve_model(source)
+    is_saved = isinstance(plan, str | Path)
     if isinstance(plan, str | Path):
         plan = open_checkpoint(plan).plan
-    elif source is None and isinstance(plan, ConversionPlan) and plan.source is None:
-        built_by = stated_source(model)  # planned by `find_convs`, which notes no source
     check_argument("plan", plan, ConversionPlan)
     plan = plan_for_features(model, plan)
     check_layers(model, plan)
-    if built_by is not None:
-        plan = plan_for_source(built_by, plan)
+    if source is not None:
+        plan = plan_for_source(resolve_model(source), plan)
+    elif plan.source is None and not is_saved:
+        built_by = stated_source(model)  # a plan for `find_convs` does not state it
+        if built_by is not None:
+            plan = plan_for_source(built_by, plan)
     state = clamped_state_(model)
     return with_current_args(plan, model, state), state
 
