@@ -119,10 +119,10 @@ class Checkpoint:
         A network may have been trained at another size than that of its plan.
         """
         size = self.plan.input_size
-        stated = _stated_images(self.pretrained_cfg)
+        stated = _stated_size(self.pretrained_cfg)
         if size is None or stated is None:
             return size
-        return (size[0], *stated[0].shape[2:])
+        return (size[0], *stated[1:])
 
     def source(self, *, trust_code: bool) -> ModelSource:
         """Return the source of the unconverted model, after checking that it may be built.
@@ -196,7 +196,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     plan = None
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
     pretrained_cfg = _pretrained_cfg(config)
-    inputs = _stated_images(pretrained_cfg)
+    size = _stated_size(pretrained_cfg)
+    inputs = None if size is None else image_inputs(size)
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_KEY}")
         source = plan.source
@@ -219,10 +220,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     )
 
 
-def _stated_images(pretrained_cfg: Mapping[str, object]) -> Inputs | None:
-    """Return the images that `pretrained_cfg` states; None if it states no valid size."""
+def _stated_size(pretrained_cfg: Mapping[str, object]) -> tuple[int, ...] | None:
+    """Return the size of an image that `pretrained_cfg` states; None if it states no valid one."""
     try:
-        return image_inputs(checked_input_size(pretrained_cfg.get("input_size")))
+        return checked_input_size(pretrained_cfg.get("input_size"))
     except PlanError:
         return None
 
