@@ -156,19 +156,15 @@ def _candidate_sizes(base: nn.Module, plan: ConversionPlan) -> Iterator[int | li
     """
     windows = {layer.name: set(layer.dilated_size) for layer in plan.layers}
     yield from sorted(set().union(*windows.values()))
-    window_sides: dict[str, set[int]] = {}  # for each stage: sides of its converted layers
-    old_sides: dict[str, set[int]] = {}  # for each stage: sides of its old depthwise kernels
-    for site in find_convs_for(base, plan.inputs).sites:
-        if site.stage is None:
-            continue
-        window_sides.setdefault(site.stage, set()).update(windows.get(site.name, ()))
-        old_sides.setdefault(site.stage, set())
-        if site.kind == "depthwise":
-            old_sides[site.stage].update(site.kernel_size)
+    sites = [site for site in find_convs_for(base, plan.inputs).sites if site.stage is not None]
     sizes: list[int] = []
-    for stage, sides in window_sides.items():
-        stage_sides = sides or old_sides[stage]
-        if len(stage_sides) != 1:  # no single size builds this stage
+    for stage in dict.fromkeys(site.stage for site in sites):
+        members = [site for site in sites if site.stage == stage]
+        sides = set[int]().union(*(windows.get(site.name, ()) for site in members))
+        if not sides:  # nothing is converted here: keep the size of its depthwise kernels
+            depthwise = [site for site in members if site.kind == "depthwise"]
+            sides = set().union(*(site.kernel_size for site in depthwise))
+        if len(sides) != 1:  # no single size builds this stage
             return
-        sizes += stage_sides
+        sizes += sides
     yield sizes
