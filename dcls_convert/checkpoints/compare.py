@@ -113,20 +113,20 @@ def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> 
         return Comparison(not_compared=stored.reason)
     inputs = checkpoint.inputs
     comparison = _compare_outputs(take_fingerprint(loaded, inputs), stored)
-    if comparison != Comparison():
+    if comparison is not None:
         return comparison
     if fingerprint_deviation(take_fingerprint(model, inputs, seed=1), stored) < LEAST_VARIATION:
         return Comparison(not_compared=SAME_FOR_EVERY_IMAGE)
     return Comparison()
 
 
-def _compare_outputs(loaded: Fingerprint, expected: Fingerprint) -> Comparison:
-    """Compare the outputs of a loaded model with the expected ones."""
+def _compare_outputs(loaded: Fingerprint, expected: Fingerprint) -> Comparison | None:
+    """Compare the outputs of a loaded model with the expected ones; None if they are the same."""
     if loaded.outputs is None:
         return Comparison(not_compared=f"rebuilt, it does not run ({loaded.reason})")
     deviation = fingerprint_deviation(loaded, expected)
     if deviation <= SAME_OUTPUTS[expected.dtype]:
-        return Comparison()
+        return None
     if math.isinf(deviation):
         return Comparison(difference="for one random image, its outputs differ")
     percent = 100 * deviation
