@@ -230,14 +230,14 @@ def _translate(
     weight = theirs[_WEIGHT]
     is_v0 = version == "v0" and _SIGMA not in theirs
     axes = _AXES_OF_V0 if is_v0 else _AXES_OF_OTHERS
-    order = [axes[len(size)].index(axis) for axis in range(len(size))]  # our axes' places in P
+    order = list(axes[len(size)])  # the place in P of each of our axes: a swap is its own inverse
     # Half precision would round positions: at 8 cells from the centre, by a sixteenth of a cell.
     dtype = torch.float32
     if theirs[_POSITIONS].dtype == torch.float64:
         dtype = torch.float64
     positions = theirs[_POSITIONS].to(dtype)[order]
     for axis, place in enumerate(order):
-        # DCLS centres with the wrong axis's size; shift by the difference.
+        # DCLS adds half of the size of axis `place` to P[place], which belongs to axis `axis`.
         positions[axis] += size[place] // 2 - size[axis] // 2
     ours = {"weight": weight, "positions": positions}
     sigma = torch.ones_like(positions)
