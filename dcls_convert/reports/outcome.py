@@ -38,7 +38,7 @@ def outcome_sentences(outcome: Outcome | None) -> list[str]:
     if outcome is None or outcome.kernel_error is None:
         return []
     kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."
-    is_calibrated = outcome.fitted_images > 0 or outcome.images > 0
+    is_calibrated = outcome.fitted_images > 0
     if not is_calibrated and outcome.kernel_error >= SMALL_ERROR:
         kernels += " A calibration with some images would keep the outputs closer."
     if is_calibrated:
