@@ -393,24 +393,19 @@ def _budget_sentence(report: ConversionReport) -> str:
 
 def _positions_sentence(report: ConversionReport) -> str:
     """Say how many positions are shared, and how elements spread over the cells."""
-    groups: set[str] = set()
-    shared = 0
-    own = 0  # layers with positions of their own
-    interpolations: set[str] = set()
-    for layer in report.layers:
-        interpolations.add(layer.interpolation)
-        if layer.tie_group is None:
-            own += 1
-        else:
-            groups.add(layer.tie_group)
-            shared += layer.position_params
+    tied = [layer for layer in report.layers if layer.tie_group is not None]
+    names = sorted({layer.interpolation for layer in report.layers})
+    interpolation = f"{' and '.join(names)} interpolation"
+    if not tied:
+        return f"No layers share their positions; {interpolation}."
+    groups = {layer.tie_group for layer in tied}
     verb = "shares" if len(groups) == 1 else "share"
+    shared = sum(layer.position_params for layer in tied)
     sentence = f"{count_text(len(groups), 'tie group')} {verb} {shared:,} {_coordinates(report)}"
-    if not groups:
-        sentence = "No layers share their positions"
-    elif own:
+    if len(tied) < len(report.layers):
+        own = len(report.layers) - len(tied)
         sentence += f" (not shared: {count_text(own, 'layer')})"
-    return f"{sentence}; {' and '.join(sorted(interpolations))} interpolation."
+    return f"{sentence}; {interpolation}."
 
 
 def _new_kernels(report: ConversionReport) -> str:
