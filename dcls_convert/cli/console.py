@@ -66,7 +66,7 @@ def show(*parts: RenderableType, wide: bool = False) -> None:
 
 
 def write(text: str) -> None:
-    """Print a text, which may have several lines, to stdout as it is."""
+    """Print a text, which may have several lines, to stdout; control characters are escaped."""
     with _results() as stdout:
         stdout.write(printable(text, keep="\n\t"))
 

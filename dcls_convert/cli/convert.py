@@ -57,7 +57,7 @@ Verbose = Annotated[
         metavar="",
         count=True,
         show_default=False,
-        help="Report every layer, and why others are kept; -vv: also name those.",
+        help="Show each layer, and why other convolutions are kept; -vv also names them.",
     ),
 ]
 

@@ -36,7 +36,8 @@ History = Annotated[
     Path | None,
     typer.Option(
         metavar="positions.jsonl",
-        help="Record that a PositionTracker wrote in training: drawn into the picture, too.",
+        help="File that a PositionTracker wrote during training; its curves are added to the "
+        "picture.",
         rich_help_panel=PICTURES,
     ),
 ]
@@ -45,7 +46,7 @@ Start = Annotated[
     typer.Option(
         "--since",
         metavar="CHECKPOINT",
-        help="The checkpoint that was trained further: show how far elements have moved.",
+        help="The checkpoint from which training started; shows how far elements have moved since.",
     ),
 ]
 

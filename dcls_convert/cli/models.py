@@ -44,7 +44,7 @@ def models(
 ) -> None:
     """Show what a conversion would do to each model of the timm and torchvision registries.
 
-    No weights, no download.
+    This needs no weights and downloads nothing.
     """
     request = ConversionRequest(
         model=pattern,

@@ -282,16 +282,16 @@ PositionsOption = Annotated[
     Positions,
     start_option(
         metavar="normal|kernel|uniform",
-        help="Random positions: normal, N(0, 0.5 cells); kernel and uniform, spread over the old "
-        "kernel or the window.",
+        help="Random positions: normal: N(0, 0.5 cells); kernel: uniform over the old kernel; "
+        "uniform: uniform over the window.",
     ),
 ]
 AuthorsVersionOption = Annotated[
     AuthorsVersion | None,
     start_option(
         metavar="v0|v1",
-        help="Version of the authors' layers, for a checkpoint of theirs without SIG "
-        "(default: v0, as released).",
+        help="Version of the authors' layers, for one of their checkpoints whose layers have no "
+        "SIG (default: v0, as released).",
     ),
 ]
 Device = Annotated[
