@@ -41,8 +41,9 @@ CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 RECOMMENDED = ">"  # in front of the recommended row
 ROW_STYLES = {"original": "", "done": "", "does not fit": "yellow"}  # by status
 WHY = (
-    f"auto takes it: the largest growth with at most {MAX_ADDED_COST_PERCENT:g} % more MACs and "
-    f"windows of at most {MAX_WINDOW}; where there is none, the smallest growth"
+    f"It is what `auto` takes: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
+    f"to the MACs and makes no window larger than {MAX_WINDOW}, or the smallest growth if even "
+    "that adds more"
 )
 TRAINING = (
     "Only training shows the accuracy: a network that is trained already gains nothing until it "
@@ -352,4 +353,4 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     else:
         row = sweep.rows[sweep.choice.row]
         elements = counts_text(row.kernel_counts, "element")
-        yield indented(f"{RECOMMENDED} Take {row.window} with {elements}: {why}.", "bold")
+        yield indented(f"{RECOMMENDED} Take {row.window} with {elements}. {why}.", "bold")

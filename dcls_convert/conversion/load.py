@@ -83,7 +83,7 @@ def load(
         if classes is not None and source is not None:
             note(
                 f"{weights.where}: has {classes:,} classes, so the model is built with that many; "
-                "if you state the number, the classifier is a new one"
+                "state a number of classes if you want a new classifier"
             )
             source = replace(source, args={**source.args, "num_classes": classes})
             structure = _structure(request, source)

@@ -106,8 +106,10 @@ class RequestWeights:
     where: str  # their name in messages
     # Elements of the authors' layers, if there are any, by layer name and kind: see `authors.py`.
     elements: "Mapping[str, Mapping[str, Tensor]]"
-    entries: "Mapping[str, Tensor]"  # all others
-    new_classifier: Collection[str]  # its names; the entries have none of them
+    entries: "Mapping[str, Tensor]"  # all other tensors
+    new_classifier: Collection[
+        str
+    ]  # names of the tensors of a new classifier, which `entries` lacks
 
 
 def options_without_effect(request: ConversionRequest) -> list[str]:
@@ -169,7 +171,7 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
         if is_stated and request.start != "fit":
             raise PlanError(f"{name} is for init 'fit', not for {request.start!r}")
         if is_stated and request.dry_run:
-            raise PlanError(f"{name} reads kernels and images, which a dry run does not")
+            raise PlanError(f"{name} needs kernels and images, and a dry run reads neither")
     if request.calibration is not None and (request.mean is None) != (request.std is None):
         raise PlanError("calibration: give mean and std, or neither")
 

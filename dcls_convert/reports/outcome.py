@@ -42,7 +42,7 @@ def outcome_sentences(outcome: Outcome | None) -> list[str]:
     if not is_calibrated and outcome.kernel_error >= SMALL_ERROR:
         kernels += " A calibration with some images would keep the outputs closer."
     if is_calibrated:
-        kernels += " Their outputs were fitted instead."
+        kernels += " The layers' outputs were fitted instead of their kernels."
     lines = [kernels]
     if 0 < outcome.fitted_images < ENOUGH_IMAGES:
         images = count_text(outcome.fitted_images, "image")
@@ -62,11 +62,14 @@ def _comparison_sentences(outcome: Outcome) -> list[str]:
         images = count_text(outcome.files_held_out, "held-out image")
         if outcome.images > outcome.files_held_out:
             images = f"{outcome.images} crops of {images}"
-        images += " of the same folder (others may agree less)"
+        images += " from the calibration's folder (other images may agree less)"
     lines = [f"On {images}: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)
-        lines.append(f"As a yardstick, the original with each image moved by one pixel: {shifted}.")
+        lines.append(
+            "For comparison, the original network when each image is moved by one pixel: "
+            f"{shifted}."
+        )
     return lines
 
 

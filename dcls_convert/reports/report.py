@@ -98,7 +98,7 @@ class ConversionReport:
 
     @property
     def not_measured(self) -> str | None:
-        """Why it was not measured what the network does with its convolutions; or None."""
+        """Why this was not measured; None if it was, or need not be."""
         return self.plan.not_measured
 
     @property
@@ -222,7 +222,7 @@ def report_view(
         return Group(*parts)
     parts.append(layer_table(report.layers))
     if any(layer.tie_group for layer in report.layers) and not report.folded:
-        footnote = "* with the positions that the next layers of its tie group share"
+        footnote = "* includes the positions, which the other layers of its tie group share"
         parts.append(Text(footnote, style="dim italic"))
     parts += _largest_error_lines(report)
     parts += [Text(), _model_table(report), Text()]
@@ -269,12 +269,13 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         warnings.append(Text(command, no_wrap=True, overflow="ignore"))
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
     if losing_layers and not report.folded:
-        layers = f"{count_text(losing_layers, 'layer')} of {len(report.layers)}"
-        loss = f"Fewer weights and no larger window for {layers}"
-        warnings.append(Text(f"{loss}; skip them with a rule"))
+        layers = f"{losing_layers} of {count_text(len(report.layers), 'layer')}"
+        loss = f"{layers} get fewer weights but no larger window"
+        warnings.append(Text(f"{loss}; a rule can leave them out"))
     if report.not_measured is not None:
         sentence = (
-            f"Not measured: what the network does with its convolutions ({report.not_measured})"
+            "It was not measured whether the network allows its convolutions to be replaced "
+            f"({report.not_measured})"
         )
         warnings.append(Text(printable(sentence)))
     for warning in warnings:

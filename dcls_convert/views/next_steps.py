@@ -45,8 +45,8 @@ def _start(done: Conversion) -> str:
         return "the authors' elements and positions, so that the outputs are those of their network"
     if request.start == EXACT:
         weights = "the trained weights" if request.trained else random_start
-        every_cell = "every old cell is an element at its place"
-        return f"{weights}; {every_cell}, so that the outputs are the old ones"
+        every_cell = "with one element in each cell of the old kernels"
+        return f"{weights}, {every_cell}, so the outputs do not change"
     if not request.trained:
         return f"{random_start}, without trained weights"
     if request.start == "random":

@@ -146,7 +146,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         ({"init": "largest", "options": PlanOptions(scope="error")}, "scope 'error' is for init"),
         ({"model": TINY, "calibration": NOISE}, "calibration needs trained weights"),
         ({"init": "random", "calibration": NOISE}, "calibration is for init 'fit'"),
-        ({"calibration": NOISE, "dry_run": True}, "calibration reads kernels and images"),
+        ({"calibration": NOISE, "dry_run": True}, "calibration needs kernels and images"),
         ({"model": TINY, "pretrained": True, "weights": {}}, "exclude each other"),
         ({"plan_folder": Path("other"), "options": PlanOptions(budget=80)}, "a plan is applied"),
         ({"init": "exact", "options": PlanOptions(budget=80)}, "omit budget"),
