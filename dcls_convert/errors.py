@@ -1,4 +1,4 @@
-"""Exceptions for user errors, each with a message of one line, and the check of an argument."""
+"""Exceptions for user errors, each with a one-line message, and a check of an argument's class."""
 
 from pathlib import Path
 

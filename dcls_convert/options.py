@@ -30,8 +30,8 @@ AUTO: Final = "auto"
 DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # as in the paper
 # A scope for trained kernels: tie groups share the budget so that the sum of errors is least.
 ERROR_SCOPE: Scope = "error"
-# A kernel count and a start: one element in every cell of the old kernel, so that the new layer
-# computes the same function.
+# Value of both `kernel_count` and `init`: one element in every cell of the old kernel, so that the
+# new layer computes the same function.
 EXACT: Final = "exact"
 MAX_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MAX_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared

@@ -63,7 +63,7 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
     """Yield a path to write a folder or a file to.
 
     It gets its final name when the block ends without an error; until then, an existing output
-    keeps the name. Other files that the block writes beside it are published before it.
+    keeps the name. If the block writes more files beside it, these get their final names first.
     """
     check_output(output, force=force, reason_to_keep=reason_to_keep)
     folder = output.absolute().parent

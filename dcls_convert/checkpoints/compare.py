@@ -20,8 +20,8 @@ from .load import load_state
 # Largest difference of outputs, as a fraction of their norm, between a model and its copy on the
 # same device: above rounding in another order of sums, and below what an edit changes.
 SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# Least difference of outputs for two images. If it is smaller, outputs do not show the network: a
-# detector finds no boxes, or the signal vanishes in a network without training.
+# If the outputs for two images differ by less than this, outputs cannot tell one network from
+# another: a detector finds no boxes, or the signal vanishes in a network without training.
 LEAST_VARIATION = 1e-4
 SAME_FOR_EVERY_IMAGE = "they are nearly the same for every image, as of some untrained networks"
 
@@ -82,7 +82,9 @@ class Comparison:
     """What loading a folder has shown."""
 
     difference: str | None = None  # from the model that was saved
-    not_compared: str | None = None  # why outputs say nothing, and names and shapes agree
+    not_compared: str | None = (
+        None  # why outputs were not compared, although names and shapes agree
+    )
 
 
 def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> Comparison:
@@ -94,7 +96,7 @@ def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> 
         stored: The summary of the model's outputs.
 
     Raises:
-        CheckpointError: The file has other tensors than were written to it.
+        CheckpointError: The file's tensors are not those that were written.
     """
     checkpoint = open_checkpoint(folder)
     state = checkpoint.read_state()

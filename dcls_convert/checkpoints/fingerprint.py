@@ -1,7 +1,8 @@
 """Summarise a model's output for one seeded random image in a few numbers.
 
-The numbers are enough to detect a different model. Small parameters, such as a new layer scale,
-hide what is behind them; so outputs are also taken with other values in their places.
+The numbers are enough to detect a different model. A parameter that is nearly zero, such as a new
+layer scale, hides the layers whose output it scales. So the model runs a second time, with larger
+values in place of such parameters.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class Fingerprint(Record):
     # count as 0. None if nothing can be compared.
     outputs: Outputs | None
     reason: str | None  # why there are no outputs
-    unmuted: Outputs | None = None  # with other values in place of small parameters, if it has any
+    unmuted: Outputs | None = None  # with larger values in place of small parameters, if it has any
 
 
 NOT_CHECKED = Fingerprint(dtype="float32", outputs=None, reason="saved with check=False")

@@ -81,7 +81,11 @@ def create_converted(
 
 
 def _checked_plan(plan: Mapping[str, Any] | None, args: Mapping[str, Any]) -> ConversionPlan:
-    """Return a folder's plan; refuse (ModelError) what timm cannot build, or not safely."""
+    """Return a folder's plan; refuse one that timm cannot build, or cannot build safely.
+
+    Raises:
+        ModelError: The plan is refused.
+    """
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
@@ -248,7 +252,7 @@ def _weights_folder(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Pat
 
 
 def _complete_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors with those of aliased names added; for an extractor, its own alone.
+    """Return each tensor under all its names; for a feature extractor, only those that it has.
 
     Raise if a tensor is missing: with another number of classes, timm does not check this itself.
     """

@@ -47,7 +47,8 @@ def split_authors_elements(
     A layer of theirs has a weight (O, I, E) and a P (A, O, I, E).
 
     Returns:
-        The elements, by layer name and kind of entry; empty without such layers. And the rest.
+        The elements, by layer name and kind of entry (empty if there are no such layers), and all
+        other entries.
     """
     rest = dict(state)
     elements: dict[str, dict[str, Tensor]] = {}
@@ -72,7 +73,7 @@ def counts_of_elements(weights: RequestWeights) -> LayerCounts:
 def check_elements(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
     """Refuse (CheckpointError) a start and counts that contradict elements in the weights.
 
-    Refuse also a request for elements where there are none.
+    It also refuses options for the authors' elements if the weights have none.
     """
     if weights is None:
         return
@@ -118,7 +119,10 @@ def convert_with_authors_elements_(
     weights: RequestWeights,
     version: AuthorsVersion | None = None,
 ) -> None:
-    """Load the weights into the model, and convert it; the new classifier keeps its values."""
+    """Load the weights into the model, and convert it.
+
+    A new classifier, for which the file has no weights, keeps the values that it has.
+    """
     elements = translate_authors_elements(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)

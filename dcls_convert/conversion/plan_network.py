@@ -1,7 +1,7 @@
 """Plan the conversion of a loaded network, or check that the plan of a checkpoint fits it.
 
-What a request leaves open ("auto") is decided here for the scope and the counts of given elements,
-in `request.py` for the start, and in `planning/` for rules, windows and counts.
+Three places resolve "auto": this module for the scope (and the counts, if the weights already have
+elements), `request.py` for the start, and `planning/` for rules, windows and counts.
 """
 
 from dataclasses import replace
@@ -95,7 +95,7 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
 
 
 def _check_weights(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
-    """Refuse (CheckpointError) weights that do not fit a plan, as far as loading does not."""
+    """Refuse (CheckpointError) weights that do not fit, where loading would not find that out."""
     request = loaded.request
     weights = loaded.weights
     if weights is not None and weights.elements:
