@@ -28,7 +28,7 @@ class DclsConvertError(ValueError):
 
 
 class NothingMatchesError(DclsConvertError):
-    """No convolution of the model matches the rules, or all that do must stay as they are.
+    """No convolution of the model matches the rules, or all that match must stay as they are.
 
     This is a normal outcome, so it has its own exit code.
     """

@@ -51,7 +51,7 @@ def show_progress(
 
     Args:
         name: The task that the steps belong to; shown before each step.
-        wait: Seconds in which nothing is shown.
+        wait: Seconds at the start in which nothing is shown.
         every: Minimum seconds between two lines, for steps with a total.
         write_line: Called if there is no bar.
         redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.

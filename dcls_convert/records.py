@@ -103,7 +103,7 @@ def write_json(data: object) -> str:
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Read the JSON object in a file.
 
-    pydantic would refuse half characters, as which Python keeps file names that are not UTF-8.
+    pydantic would refuse lone surrogates, which Python puts into file names that are not UTF-8.
 
     Raises:
         CheckpointError: The file cannot be read, or contains anything else. The message begins with

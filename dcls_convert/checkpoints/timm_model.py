@@ -81,11 +81,7 @@ def create_converted(
 
 
 def _checked_plan(plan: Mapping[str, Any] | None, args: Mapping[str, Any]) -> ConversionPlan:
-    """Return a folder's plan; refuse one that timm cannot build, or cannot build safely.
-
-    Raises:
-        ModelError: The plan is refused.
-    """
+    """Return the plan; refuse (ModelError) one that timm cannot build, or cannot build safely."""
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
@@ -133,7 +129,7 @@ def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -
         wrapped: nn.Module = kind(network, **settings)
         return wrapped
 
-    # timm calls the class that it is given with the whole network.
+    # timm calls its argument `feature_cls` with the whole network.
     finishing = type(kind.__name__, (kind,), {"__new__": finish_and_wrap})
     args = {**source.args, "feature_cls": finishing}
     model = build_model(replace(source, args=args), seed=None, trust_code=True)
@@ -235,7 +231,7 @@ def _load_by_timm_(
 
 
 def _weights_folder(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
-    """Return the folder of a config; the weights of one on a hub are downloaded into it."""
+    """Return the folder of a config; if the config is on a hub, its weights are downloaded."""
     if cfg.get("source") == "local-dir":
         return Path(cfg.get("file") or "")
     if cfg.get("source") == "hf-hub":
@@ -248,7 +244,9 @@ def _weights_folder(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Pat
                     repository, name, revision=revision or None, cache_dir=cache_dir
                 )
                 return Path(file).parent
-    raise CheckpointError(f"there are no weights beside {CONFIG}; pretrained=False makes some")
+    raise CheckpointError(
+        f"there are no weights beside {CONFIG}; pretrained=False draws random ones"
+    )
 
 
 def _complete_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         arguments = sys.argv[1:]
     arguments = list(arguments)
-    nothing_asked = arguments in ([], ["rules"])  # as with a variable that is empty
+    nothing_asked = arguments in ([], ["rules"])  # as by `dcls-convert $MODEL` without a MODEL
     if nothing_asked:
         arguments.append("--help")
     _install_signal_handlers()
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = typer.main.get_command(app).main(
             arguments, prog_name="dcls-convert", standalone_mode=False, obj=arguments
         )
-        # It is None, or the code of a typer.Exit; typer makes one of a KeyboardInterrupt.
+        # None, or the code of a typer.Exit, which typer also makes of a KeyboardInterrupt.
         code = code or (EXIT_MISTAKE if nothing_asked else 0)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""Options and arguments of several commands, with their help. A command writes out what it takes.
+"""Options and arguments that several commands have, with their help.
 
 Imports no torch: --help reads this file.
 """
@@ -331,7 +331,7 @@ Unconverted = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="The unconverted network, for a checkpoint of your own model that does not name it: "
+        help="The unconverted network, if the checkpoint does not say how to build it: "
         "package.module:factory, which imports and runs your code.",
     ),
 ]

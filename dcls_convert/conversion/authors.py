@@ -86,7 +86,7 @@ def check_elements(request: ConversionRequest, weights: RequestWeights | None, n
             )
         if request.authors_version is not None:
             raise CheckpointError(
-                f"{where}: has no layers of the authors' package; omit their version"
+                f"{where}: has no layers of the authors' package; omit the authors' version"
             )
         return
     counts = set(counts_of_elements(weights).counts.values())

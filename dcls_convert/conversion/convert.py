@@ -141,7 +141,7 @@ def _convert_(
 ) -> Conversion:
     """Convert the network in place, and compare its outputs. After any error, it is as it was.
 
-    `statistics` are those of the images, if they chose the counts.
+    `statistics` are those of the images, if the counts were chosen by them; else None.
     """
     request = conversion.request
     plan = conversion.plan

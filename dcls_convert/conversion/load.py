@@ -42,7 +42,7 @@ class LoadedNetwork:
 
     request: ConversionRequest
     source: ModelSource | None  # how it is built; None for a model in memory
-    # How its checkpoint will build it; None if only the user's code can.
+    # How it is built again from its checkpoint; None if only the user's code can build it.
     source_in_checkpoint: ModelSource | None
     # The network itself, if it is in memory or only the user's code builds it; else on meta.
     structure: nn.Module
@@ -130,8 +130,8 @@ def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Mod
         structure = build(device="meta")
         if is_library_code(structure):
             return structure
-    # The user's code runs once, with values: the network is measured. So are networks of timm that
-    # return features by hooks.
+    # Built with values, because the network is measured: one of the user's own code, or one of timm
+    # that returns features by hooks.
     return build()
 
 

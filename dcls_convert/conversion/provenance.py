@@ -1,7 +1,7 @@
 """The record of how a network was converted: a JSON mapping that stays with the network.
 
 Except in the command, it names files without their folders. It contains no time, so equal requests
-give equal records. A record from a folder may be anything that JSON has.
+give equal records. A record that was read from a folder may hold any JSON values.
 """
 
 import json

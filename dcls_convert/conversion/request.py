@@ -1,6 +1,6 @@
 """The request for one conversion, as plain values, and a check that its options do not conflict.
 
-The weights that it states get a record, too, once they are read.
+`RequestWeights` holds the weights that a request names, once they are read.
 
 Nothing is read or built here, and nothing heavy is imported, so that the command line refuses
 conflicting options at once.
@@ -119,7 +119,7 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
         if request.checkpoint_key is not None:
             sentences.append("the checkpoint key has no effect without a checkpoint")
         if request.authors_version is not None:
-            sentences.append("the authors' version has no effect without a checkpoint of theirs")
+            sentences.append("the authors' version has no effect without a checkpoint")
     if request.positions != "normal" and request.start != "random":
         sentences.append(
             f"positions {request.positions!r} have no effect: they are for init 'random'"

@@ -153,7 +153,7 @@ def _export(folded: FoldedModel) -> tuple[ExportedProgram, int | None]:
     """
     program = None
     if have_batch_axis(folded.inputs):
-        # The size 1 would be taken for a constant, and the file is run with another size than this.
+        # Not 1, which torch.export takes for a constant, nor the number with which the file is run.
         some = arguments_for(folded.model, folded.inputs, 2)
         shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
         for tensor in some.tensors():

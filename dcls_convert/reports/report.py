@@ -43,7 +43,7 @@ FOLDING_SENTENCE = (
 )
 
 
-# What the JSON has, in this order: attributes of the report, of each of its layers, and more of the
+# Keys of the JSON, in order: attributes of the report, of each of its layers, and again of the
 # report.
 FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs", "budget")
 LAYER_KEYS = (

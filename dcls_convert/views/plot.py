@@ -281,6 +281,6 @@ def _draw_history(
             panel.plot(steps, heights, style, color=colour, label=shortened(name, 30), **points)
         panel.set(xlabel="step", ylabel=label)
         panel.locator_params(axis="x", integer=True, min_n_ticks=1)
-        panel.update_datalim([(steps[0], 0)])  # so that the margin above is one of 0 to top
+        panel.update_datalim([(steps[0], 0)])  # so that the margin is a share of 0 to top
         panel.set_ylim(bottom=0)
     part.legend(handles=panels[0].lines, loc="outside lower center", ncols=LEGEND_COLUMNS)
