@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from rich import box
 from rich import table as rich_table
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
 from .text import printable
 
+SHORT_NAME = 24  # terminal columns; if no name is wider, names do not wrap
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
 
@@ -27,7 +29,7 @@ class Column:
 class Table:
     """Rows of texts under headings. A column in which no row has a text is left out.
 
-    The first column holds names. If the table is too wide, they wrap, and numbers do not.
+    The first column holds names. If the table is too wide, long names wrap, and numbers do not.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -77,9 +79,10 @@ class Table:
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
         columns, rows = self._shown()
+        longest_name = max((cell_len(row[0]) for row in rows), default=0)
         for column in columns:
             is_name = column is columns[0]
-            wraps = is_name or column.words
+            wraps = column.words or (is_name and longest_name > SHORT_NAME)
             table.add_column(
                 column.heading,
                 justify="left" if is_name or column.left else "right",
