@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from .errors import PlanError
 from .text import count_text
@@ -11,9 +11,8 @@ MAX_CELLS = 1 << 28  # in one layer's constructed kernels; 1 GiB in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
-AsymmetricPadding = tuple[Pair, ...]  # cells before and after each axis
 # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis.
-Padding = str | tuple[int, ...] | AsymmetricPadding
+Padding = str | tuple[int, ...]
 
 
 def plain_numbers(value: Any) -> Any:
@@ -26,11 +25,6 @@ def plain_numbers(value: Any) -> Any:
     if hasattr(value, "tolist"):  # scalars, arrays and tensors
         return plain_numbers(value.tolist())
     return value
-
-
-def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:
-    """True if the padding states the cells before and after each axis separately."""
-    return not isinstance(padding, str) and tuple in map(type, padding)
 
 
 def ceil_div(amount: int, unit: int) -> int:
@@ -128,13 +122,10 @@ def grown_padding(
         # Both put the odd cell at the end, for the kernel and for the window.
         return str(padding)
     old_cells = static_padding(padding, extents)
-    pairs = []
-    for (before, after), size, old_extent in zip(old_cells, window, extents, strict=True):
-        added = (size - old_extent) // 2
-        pairs.append((before + added, after + added))
-    if is_asymmetric(padding):
-        return tuple(pairs)
-    return tuple([before for before, _ in pairs])
+    grown = []
+    for (cells, _), size, old_extent in zip(old_cells, window, extents, strict=True):
+        grown.append(cells + (size - old_extent) // 2)
+    return tuple(grown)
 
 
 def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
@@ -147,35 +138,26 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
         return [(0, 0)] * len(extents)
     if padding == "same":
         return [_halves(side - 1) for side in extents]
-    pairs: list[Pair] = []
-    for cells in cast(tuple[int | Pair, ...], padding):
-        if not isinstance(cells, tuple):
-            cells = (cells, cells)
-        pairs.append(cells)
-    return pairs
+    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
 
 
-def keeps_centre(before: int, after: int, extent: int, stride: int) -> bool:
-    """True if this padding of an axis keeps each output over the middle of what the kernel sees.
+def keeps_centre(cells: int, extent: int, stride: int) -> bool:
+    """True if this padding keeps each output over the middle of what the kernel sees.
 
-    Symmetric padding does, and so does TensorFlow's SAME padding, if both sides together have from
-    `extent - stride` to `extent - 1` cells. For an even kernel, symmetric padding may have one cell
-    less or more than that.
+    `cells` are added on either side of an axis. Both sides together must have from `extent -
+    stride` to `extent - 1` cells; for an even kernel, they may have one cell less or more.
 
-    These paddings do not: none (valid convolutions, patches, maps padded elsewhere), one-sided, and
-    `extent - 1` cells on either side (causal, if the tail is cut off).
+    These paddings do not keep the centre: none (valid convolutions, patches, maps padded
+    elsewhere), and `extent - 1` cells on either side (causal, if the tail is cut off).
     """
     if extent == 1:
-        return before == after == 0
-    total = before + after
-    if before == after:
-        if before in (0, extent - 1):
-            return False
-        rounding = 0
-        if extent % 2 == 0:
-            rounding = 1
-        return extent - stride - rounding <= total <= extent - 1 + rounding
-    return (before, after) == _halves(total) and extent - stride <= total <= extent - 1
+        return cells == 0
+    if cells in (0, extent - 1):
+        return False
+    rounding = 0
+    if extent % 2 == 0:
+        rounding = 1
+    return extent - stride - rounding <= 2 * cells <= extent - 1 + rounding
 
 
 def padded_cells(

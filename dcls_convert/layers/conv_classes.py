@@ -15,7 +15,6 @@ from ..geometry import DYNAMIC_SAME, Padding
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 AnyConv = Conv | ConvTranspose
-ConstantPad = nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d
 
 CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 # Returns the methods that decide what a convolution of a class computes.
@@ -29,7 +28,6 @@ class ConvTraits:
     transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
-    padding_module: str | None = None
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
@@ -52,7 +50,6 @@ def register_conv(
     weight: Callable[[nn.Module, Tensor], Tensor] | None = None,
     parameters: Collection[str] = (),
     same_padding: Callable[[nn.Module], bool] | bool = False,
-    padding_module: str | None = None,
     adapt: Callable[[nn.Module, nn.Module], None] | None = None,
 ) -> None:
     """Declare what the forward of your own convolution class does, so that it can be converted.
@@ -70,9 +67,6 @@ def register_conv(
         parameters: Names of further parameters that `weight` needs; the layer takes them over.
         same_padding: Whether `forward` pads its input by TensorFlow's SAME rule, or a function that
             returns this for a convolution. For 2-D only.
-        padding_module: Name of the submodule with which `forward` pads its input: an
-            `nn.ZeroPad1d/2d/3d`, a constant padding of 0, or an `nn.Identity`. The layer itself
-            adds the same padding, and what its window needs in addition.
         adapt: `adapt(conv, layer)` sets attributes of the new layer that depend on the number of
             cells.
 
@@ -101,7 +95,6 @@ def register_conv(
         transform_weight=weight,
         parameters=tuple(parameters),
         same_padding=same_padding,
-        padding_module=padding_module,
         adapt=adapt,
     )
     _KNOWN_CLASSES[cls] = (_computing_methods(cls), traits)
@@ -134,29 +127,7 @@ def padding_of(conv: AnyConv) -> Padding:
         return DYNAMIC_SAME
     if isinstance(conv.padding, str):
         return conv.padding
-    if traits.padding_module is None:
-        return tuple(map(int, conv.padding))
-    outside = zeros_around(getattr(conv, traits.padding_module), len(conv.padding))
-    assert outside is not None
-    sides: list[tuple[int, int]] = []  # cells before and after each axis
-    for (before, after), own in zip(outside, conv.padding, strict=True):
-        sides.append((int(before + own), int(after + own)))
-    if any(before != after for before, after in sides):
-        return tuple(sides)
-    return tuple(before for before, _ in sides)
-
-
-def zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int], ...] | None:
-    """Return how many zeros a padding module adds before and after each axis.
-
-    None if it does anything else.
-    """
-    if isinstance(module, nn.Identity):
-        return tuple((0, 0) for _ in range(dims))
-    if not isinstance(module, ConstantPad) or module.value or len(module.padding) != 2 * dims:
-        return None
-    last_axis_first = list(zip(module.padding[::2], module.padding[1::2], strict=True))
-    return tuple(last_axis_first[::-1])
+    return tuple(map(int, conv.padding))
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -187,18 +158,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if reason is not None:
         return reason
     members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
-    lost = members - {traits.padding_module}
-    if lost:
-        names = ", ".join(sorted(lost))
+    if members:
+        names = ", ".join(sorted(members))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"
-    if traits.padding_module is None:
-        return None
-    outside = zeros_around(
-        getattr(conv, traits.padding_module, None), len(cast(Conv, conv).kernel_size)
-    )
-    pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
-    if outside is None or pads_itself:
-        return f"{class_name} does not pad by {traits.padding_module} alone"
     return None
 
 

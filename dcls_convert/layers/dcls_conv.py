@@ -24,7 +24,6 @@ from ..geometry import (
     check_window,
     extent,
     grown_padding,
-    is_asymmetric,
     static_padding,
 )
 from .carry_over import carry_over_, compute_parameter_
@@ -183,20 +182,17 @@ class DclsConvNd(DclsLayer):
 
     def _plain_conv(self, kernel: Tensor) -> Conv:
         """Make the plain convolution with this kernel, and with everything else of the layer."""
-        padding = self.padding
-        if is_asymmetric(padding):
-            kernel, padding = _with_symmetric_padding(kernel, padding)
         make: Callable[..., Conv] = functools.partial(
-            self.conv_class, padding=padding, padding_mode=self.padding_mode
+            self.conv_class, padding=self.padding, padding_mode=self.padding_mode
         )
-        if padding == DYNAMIC_SAME:
+        if self.padding == DYNAMIC_SAME:
             from timm.layers.conv2d_same import Conv2dSame
 
             make = Conv2dSame  # pads by itself, with zeros
         conv = make(
             self.in_channels,
             self.out_channels,
-            tuple(kernel.shape[2:]),
+            self.kernel_size,
             stride=self.stride,
             dilation=self.dilation,
             groups=self.groups,
@@ -343,17 +339,3 @@ def _key_of(
         positions.is_contiguous(),
         bias is not None and (bias.dtype, bias.device),
     )
-
-
-def _with_symmetric_padding(
-    kernel: Tensor, padding: Sequence[tuple[int, int]]
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Add zeros to a kernel, so that it needs as much padding after each axis as before it.
-
-    Returns the kernel and the padding of each axis. The outputs stay the same.
-    """
-    symmetric_padding = tuple(max(sides) for sides in padding)
-    widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
-    for (before, after), larger in zip(reversed(padding), reversed(symmetric_padding), strict=True):
-        widths += [larger - before, larger - after]
-    return F.pad(kernel, widths), symmetric_padding

@@ -233,9 +233,8 @@ class DclsLayer(CheckedLayer):
             call = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
             return cast(Tensor, call)
         padding = self.padding
-        # torch's convolution functions support neither these modes nor these paddings; a tuple is
-        # (before, after).
-        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or isinstance(padding[0], tuple):
+        # torch's convolution functions support neither these modes nor this padding.
+        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME:
             input = self.pad_input(input)
             padding = self._on_every_axis(0)
         return self._convolve(input, padding)

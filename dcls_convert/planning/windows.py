@@ -158,13 +158,10 @@ def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
         return
     extents = list(map(extent, site.kernel_size, site.dilation))
     paddings = static_padding(site.padding, extents)
-    for axis, (before, after) in enumerate(paddings):
+    for axis, (cells, _) in enumerate(paddings):
         grows = window[axis] > extents[axis]
-        if not grows or keeps_centre(before, after, extents[axis], site.stride[axis]):
+        if not grows or keeps_centre(cells, extents[axis], site.stride[axis]):
             continue
-        cells = str(before)
-        if before != after:
-            cells = f"{before} before and {after} after"
         raise NoWindowError(
             f"its padding of {cells} does not centre its kernel of {extents[axis]}"
             f"{_along(site, axis)}, so a larger window would read inputs that the padding keeps "

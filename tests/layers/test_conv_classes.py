@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, convert_, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
-from dcls_convert.layers.conv_classes import find_traits, why_not_replaceable
+from dcls_convert.layers.conv_classes import find_traits
 from dcls_convert.planning.rule_files import parse_rules
 
 from .common import close, randn
@@ -129,10 +129,9 @@ def centred(conv, weight):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Register the classes of this file for a test."""
+    """Register the class of this file for a test."""
     monkeypatch.setattr(conv_classes, "_KNOWN_CLASSES", dict(conv_classes._KNOWN_CLASSES))
     register_conv(Centred, weight=centred, parameters=["temperature"])
-    register_conv(StaticSame, padding_module="static_padding")
 
 
 @pytest.mark.parametrize("conv_class", [Centred, type("Inheriting", (Centred,), {})])
@@ -150,42 +149,3 @@ def test_a_registered_class_or_one_that_inherits_its_forward_is_converted_withou
     assert temperature.grad is not None
     fold_to_dense_(model)
     close(model(image), expected)
-
-
-# Classes that pad with a submodule.
-
-
-class StaticSame(nn.Conv2d):
-    """SAME padding for images of one size; an odd cell is added after the axis."""
-
-    def __init__(self, *args, image_size, padding_class=nn.ZeroPad2d, **kwargs):
-        super().__init__(*args, **kwargs)
-        sizes = zip(image_size, self.kernel_size, self.stride, self.dilation, strict=True)
-        totals = [max((math.ceil(i / s) - 1) * s + (k - 1) * d + 1 - i, 0) for i, k, s, d in sizes]
-        sides = [cells for total in reversed(totals) for cells in (total // 2, total - total // 2)]
-        self.static_padding = padding_class(sides) if any(sides) else nn.Identity()
-
-    def forward(self, x):
-        return self._conv_forward(self.static_padding(x), self.weight, self.bias)
-
-
-STATIC = [
-    ({"kernel_size": (5, 3), "padding": (1, 0)}, (12, 17), True),
-    ({"kernel_size": 4, "stride": (2, 1), "groups": 2, "dilation": (1, 2)}, (11, 17), False),
-]
-
-
-@pytest.mark.parametrize(("shape", "image_size", "symmetric"), STATIC)
-def test_padding_by_a_submodule_is_kept_by_converting_and_folding(
-    registered, shape, image_size, symmetric
-):
-    conv = StaticSame(6, 4, image_size=image_size, **shape).double()
-    # The other sizes are images for which the padding is not SAME.
-    layer, folded = converted_and_folded(conv, [image_size, *SIZES])
-    assert isinstance(layer.padding[0], int) is symmetric
-    assert type(folded) is nn.Conv2d
-
-
-def test_padding_that_a_window_could_not_extend_is_a_reason(registered):
-    conv = StaticSame(3, 4, 3, image_size=(9, 9), padding_class=nn.ReflectionPad2d)
-    assert "does not pad by static_padding alone" in why_not_replaceable(conv)

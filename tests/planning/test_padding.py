@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from dcls_convert import convert_, find_convs, plan_conversion, register_conv
+from dcls_convert import convert_, find_convs, plan_conversion
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.geometry import keeps_centre
 from dcls_convert.planning.rule_files import parse_rules
@@ -20,20 +20,6 @@ def conv(dims, size, **options):
     return CONVS[dims](2, 2, size, groups=2, **options)
 
 
-class PadsFirst(nn.Conv2d):
-    """Declares a padding of rows above only."""
-
-    def __init__(self):
-        super().__init__(2, 2, 3, groups=2, padding=(0, 1))
-        self.pad = nn.ZeroPad2d((0, 0, 2, 0))
-
-    def forward(self, x):
-        return self._conv_forward(self.pad(x), self.weight, self.bias)
-
-
-register_conv(PadsFirst, padding_module="pad")
-
-
 class CutTail(nn.Module):
     def forward(self, x):
         return x[..., :-3]
@@ -47,7 +33,6 @@ FORMS = {
         3,
         lambda: nn.Sequential(nn.ZeroPad3d((0, 0, 0, 0, 2, 0)), conv(3, 3, padding=(0, 1, 1))),
     ),
-    "declared rows above": (2, PadsFirst),
     "valid": (2, lambda: conv(2, 3, padding="valid")),
     "patches": (2, lambda: conv(2, 4, stride=4)),
 }
@@ -85,31 +70,23 @@ def test_where_all_are_off_centre_the_message_names_the_rule(name):
         convert_(model, rules=name, input_size=(2, 12))
 
 
-# extent, stride, (before, after)
+# cells on either side, extent, stride
 CENTRED = [
-    (3, 1, (1, 1)),
-    (7, 2, (3, 3)),
-    (7, 4, (2, 2)),  # PoolFormer's patches overlap by 3 cells
-    (4, 1, (1, 1)),
-    (4, 1, (2, 2)),
-    (3, 2, (0, 1)),  # SAME
-    (1, 1, (0, 0)),
+    (1, 3, 1),
+    (3, 7, 2),
+    (2, 7, 4),  # PoolFormer's patches overlap by 3 cells
+    (1, 4, 1),
+    (2, 4, 1),
+    (0, 1, 1),
 ]
-OFF_CENTRE = [
-    (3, 1, (0, 0)),
-    (3, 1, (2, 0)),
-    (3, 2, (1, 0)),
-    (2, 1, (1, 1)),
-    (11, 4, (2, 2)),
-    (1, 1, (1, 1)),
-]
+OFF_CENTRE = [(0, 3, 1), (1, 2, 1), (2, 11, 4), (1, 1, 1)]
 
 
-def test_symmetric_and_same_padding_keep_the_centre():
-    for extent, stride, (before, after) in CENTRED:
-        assert keeps_centre(before, after, extent, stride), (extent, stride, before, after)
-    for extent, stride, (before, after) in OFF_CENTRE:
-        assert not keeps_centre(before, after, extent, stride), (extent, stride, before, after)
+def test_padding_of_half_the_kernel_keeps_the_centre():
+    for numbers in CENTRED:
+        assert keeps_centre(*numbers), numbers
+    for numbers in OFF_CENTRE:
+        assert not keeps_centre(*numbers), numbers
 
 
 def test_same_padding_of_any_kind_is_converted():
