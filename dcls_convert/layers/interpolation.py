@@ -93,16 +93,15 @@ def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
 
 def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     centre = cells.detach().unsqueeze(-1)
-    half_width = sigma.detach().unsqueeze(-1)
+    width = sigma.detach().unsqueeze(-1)
     offset = _grid(cells, length) - centre  # (*C, E, length)
-    inside = offset.abs() < half_width
-    reached = offset.abs() <= half_width  # `inside` and the two ends
-    rising = ((offset > 0) & reached).to(offset.dtype)
-    falling = ((offset <= 0) & inside).to(offset.dtype)
-    right_hand = rising - falling
-    rising = ((offset >= 0) & inside).to(offset.dtype)
-    falling = ((offset < 0) & reached).to(offset.dtype)
-    left_hand = rising - falling
+
+    def one_where(first: Tensor, second: Tensor) -> Tensor:
+        # Not `&`, which coremltools does not support.
+        return torch.logical_and(first, second).to(offset.dtype)
+
+    right_hand = one_where(offset > 0, offset <= width) - one_where(offset > -width, offset <= 0)
+    left_hand = one_where(offset >= 0, offset < width) - one_where(offset >= -width, offset < 0)
     return torch.where(centre >= length - 1, left_hand, right_hand)
 
 
