@@ -119,7 +119,7 @@ def grown_padding(
                     f"not {kernel}"
                 )
     if padding in ("same", DYNAMIC_SAME):
-        # Both put the odd cell at the end, for the kernel and for the window.
+        # Both rules put an odd cell at the end, so they also hold for the window.
         return str(padding)
     old_cells = static_padding(padding, extents)
     grown = []
