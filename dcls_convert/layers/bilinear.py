@@ -13,29 +13,26 @@ Several implementations give the same kernel and the same gradients:
 | eager, elsewhere                               | `_BilinearKernel`: `construct_by_broadcasting`, |
 |                                                | in blocks                                       |
 | second derivatives of `_BilinearKernel`        | `construct_by_scatter`                          |
-| exports                                        | `construct_by_matmul`                           |
 | otherwise (compiled, torch.func), on a CPU     | `construct_by_scatter`                          |
 | otherwise, on another device                   | `construct_by_broadcasting`                     |
 
-On devices other than CPUs, scattered additions have no fixed order. Exports avoid them, because few
-export formats can translate them, and some translate them wrongly.
+On devices other than CPUs, scattered additions have no fixed order.
 """
 
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise.devices import why_no_blocks
-from ..depthwise.eager import is_being_compiled, is_eager, is_exporting, uses_cpu_implementation
+from ..depthwise.eager import is_being_compiled, is_eager, uses_cpu_implementation
 from .bilinear_plain import (
     WindowSize,
     construct_by_broadcasting,
-    construct_by_matmul,
     construct_by_scatter,
     per_axis,
 )
@@ -51,13 +48,13 @@ MAX_PRODUCTS = 1 << 26
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
     """Construct kernels: weight (*C, E), positions (A, *C, E) -> (*C, *size).
 
-    Positions are in cells from the kernel centre. The tensors are float32 or float64.
+    Positions are in cells from the kernel centre. The tensors are float32 or float64. The sides of
+    the window are longer than one cell.
     """
     eager = is_eager(weight, positions)
     if (
         weight.is_cuda
         and len(size) == 2
-        and min(size) > 1
         and weight.dtype == torch.float32
         and weight.numel() > 0
         and (eager or is_being_compiled(weight, positions))
@@ -73,27 +70,11 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     else:
         cells = positions + per_axis([length // 2 for length in size], positions)
     window = tuple(size)
-    if 1 in window:
-        coordinates: list[Tensor] = []
-        for coordinate, length in zip(cells, size, strict=True):
-            if length > 1:
-                coordinates.append(coordinate)
-            else:
-                # Along this axis, positions have no gradient, but NaN must reach the kernel.
-                weight = weight * (1 + 0 * coordinate)
-        if not coordinates:
-            return weight.sum(-1).reshape(*weight.shape[:-1], *size)
-        cells = torch.stack(coordinates)
-        window = tuple(length for length in size if length > 1)
     if eager:
-        kernel: Tensor = _BilinearKernel.apply(weight, cells, window)
-    elif is_exporting():
-        kernel = construct_by_matmul(weight, cells, window)
-    elif uses_cpu_implementation(weight):
-        kernel = construct_by_scatter(weight, cells, window)
-    else:
-        kernel = construct_by_broadcasting(weight, cells, window)
-    return kernel.reshape(*weight.shape[:-1], *size)
+        return cast(Tensor, _BilinearKernel.apply(weight, cells, window))
+    if uses_cpu_implementation(weight):
+        return construct_by_scatter(weight, cells, window)
+    return construct_by_broadcasting(weight, cells, window)
 
 
 class _BilinearKernel(Function):

@@ -89,29 +89,3 @@ def construct_by_broadcasting(
             share = share + slope * zero_with_gradient.expand(whole_shape)
         kernel = kernel * share
     return kernel.sum(-1 - len(size))
-
-
-def construct_by_matmul(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
-
-    The matrices say how much of each element every cell of an axis gets.
-    """
-    spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
-    for coordinate, length in zip(cells[:-1].unbind(), size[:-1], strict=True):
-        shares = _shares_of_cells(coordinate, length)
-        spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
-    # Not `mT`, which coremltools does not support.
-    kernel = spread_weight.transpose(-1, -2) @ _shares_of_cells(cells[-1], size[-1])
-    return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
-    """Return how much of each element every cell of an axis gets: (*C, E) -> (*C, E, length)."""
-    inside = clamped(coordinate, 0, length - 1).unsqueeze(-1)
-    # At most length - 2, so that the derivative points inward at the upper border.
-    lower = inside.detach().floor().clamp(0, length - 2)
-    fraction = inside - lower
-    distance = torch.arange(length, dtype=inside.dtype, device=inside.device) - lower
-    lower_share = (distance == 0).to(inside.dtype) * (1 - fraction)
-    upper_share = (distance == 1).to(inside.dtype) * fraction
-    return lower_share + upper_share

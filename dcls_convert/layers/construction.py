@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..depthwise.eager import uses_cpu_implementation
+from ..depthwise.eager import is_exporting, uses_cpu_implementation
 from ..geometry import along_learnt_axes
 from .bilinear_plain import clamped
 from .interpolation import Interpolation, find_interpolation
@@ -101,7 +101,8 @@ def construct_unchecked(
     dtype = torch.promote_types(dtype, torch.float32)
     exact_weight = weight.to(dtype)
     exact_positions = positions.to(dtype)
-    if interpolation.fast_kernel is not None:
+    # Few export formats can translate scattered additions, and some translate them wrongly.
+    if interpolation.fast_kernel is not None and min(learnt_size) > 1 and not is_exporting():
         kernel = interpolation.fast_kernel(exact_weight, exact_positions, learnt_size)
     else:
         if sigma is not None:

@@ -40,7 +40,8 @@ class Interpolation:
     # In cells. None if the interpolation has no sigma; `profile` then gets a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
-    # Optional, only if there is no sigma: a faster way to construct the kernel.
+    # Optional, only if there is no sigma: a faster way to construct the kernel. It is used except
+    # in exports, for windows whose sides are longer than one cell.
     fast_kernel: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
 
     @property

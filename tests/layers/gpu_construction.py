@@ -22,5 +22,5 @@ def constructed(implementation):
         if implementation in ("plain", "compiled", "exported"):
             patch.setattr(bilinear, "is_eager", lambda *_: False)
         if implementation == "exported":
-            patch.setattr(bilinear, "is_exporting", lambda: True)
+            patch.setattr(construction, "is_exporting", lambda: True)
         yield

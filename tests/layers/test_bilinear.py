@@ -10,6 +10,7 @@ import torch
 
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
+from dcls_convert.layers.construction import construct_kernel
 
 from ..dispatch_modes import AllocatedMemory
 from .common import randn
@@ -35,10 +36,10 @@ def inputs(size, channels, count=4):
 @pytest.mark.parametrize("size", [(5,), (1, 4), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("implementation", [None, "exported", *ON_GPUS])
 def test_derivatives_of_all_orders_and_modes_are_exact(size, implementation):
-    tensors = inputs(size, channels=(2,), count=2)
+    tensors = inputs(size, channels=(2, 1), count=2)
 
     def kernel(*tensors):
-        return bilinear_kernel(*tensors, size)
+        return construct_kernel(*tensors, size)
 
     with constructed(implementation):
         assert torch.autograd.gradcheck(
