@@ -4,11 +4,8 @@ No function here computes gradients. Axes: A learnt axes, *C kernels, E elements
 Positions are in cells from the kernel centre.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from functools import reduce
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +18,7 @@ BORDER_MARGIN = 0.5
 # Cells. Elements nearer than this have most of their cells in common. With 1, elements on
 # neighbouring cells, as after a fit, would count as soon as training moves them at all.
 OVERLAP_DISTANCE = 0.5
-MAX_DISTANCES = 1 << 22  # in memory at once: 16 MiB in float32
+MAX_DISTANCES = 1 << 22  # at once, or those of one kernel: 16 MiB per axis in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int]) -> float:
@@ -45,8 +42,9 @@ def overlap_share(positions: Tensor) -> float:
     """
     kernels = _at_least_float32(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
-    for part in element_pairs(kernels, MAX_DISTANCES):
-        near_counts = (part.squared_distances < OVERLAP_DISTANCE**2).sum(-1)
+    for part in torch.split(kernels, max(1, MAX_DISTANCES // kernels.shape[-1] ** 2), 1):
+        differences = part[..., :, None] - part[..., None, :]  # (A, c, E, E)
+        near_counts = (differences.square().sum(0) < OVERLAP_DISTANCE**2).sum(-1)
         overlapping += int((near_counts > 1).sum())  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
@@ -64,35 +62,6 @@ def mean_distance(positions: Tensor) -> float:
     """Return the mean distance (Euclidean, cells) of elements (A, *C, E) from the kernel centre."""
     distances = torch.linalg.vector_norm(_at_least_float32(positions), dim=0)
     return float(in_double(distances).mean())
-
-
-class ElementPairs(NamedTuple):
-    """Pairs of elements in c kernels: f first elements with all E elements of their kernel."""
-
-    first: tuple[slice, slice]  # which elements of (C, E) are the first ones
-    differences: list[Tensor]  # first minus second, along each axis: (c, f, E)
-    squared_distances: Tensor  # (c, f, E)
-
-
-def element_pairs(kernels: Tensor, max_distances: int) -> Iterator[ElementPairs]:
-    """Yield all pairs of elements in kernels (A, C, E), at most `max_distances` pairs at a time."""
-    # Distances are summed axis by axis: torch.cdist is inexact with matrix products, and slow for
-    # small kernels without them.
-    elements = kernels.shape[-1]
-    kernels_at_once = max(1, max_distances // max(elements * elements, 1))
-    elements_at_once = max(1, max_distances // max(elements, 1))
-    kernel_starts = range(0, kernels.shape[1], kernels_at_once)
-    element_starts = range(0, elements, elements_at_once)
-    for kernel_start, element_start in itertools.product(kernel_starts, element_starts):
-        some_kernels = slice(kernel_start, kernel_start + kernels_at_once)
-        some_elements = slice(element_start, element_start + elements_at_once)
-        first = (some_kernels, some_elements)
-        differences: list[Tensor] = []
-        for coordinate in kernels:  # (C, E)
-            difference = coordinate[first][..., None] - coordinate[some_kernels, None, :]
-            differences.append(difference)
-        squared_distances = reduce(torch.add, map(torch.square, differences))
-        yield ElementPairs(first, differences, squared_distances)
 
 
 def _at_least_float32(positions: Tensor) -> Tensor:

@@ -5,20 +5,20 @@ one kernel.
 Source: paper (arXiv:2112.03740), section 3 "Repulsive loss"; the authors' ConvNeXt training code.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from ..depthwise.eager import is_eager
 from ..errors import check_argument
-from ..layers.position_statistics import element_pairs
 from ..layers.ties import is_sharded
 from ..networks.position_parameters import position_parameters
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
-DISTANCES_PER_BLOCK = 1 << 20  # block size: 4 MiB in float32; a few tensors have this size
+# Block size: 4 MiB in float32; a few tensors have this size. One kernel may have more.
+DIFFERENCES_PER_BLOCK = 1 << 20
 
 
 def repulsive_loss(model: nn.Module) -> Tensor:
@@ -36,9 +36,9 @@ def repulsive_loss(model: nn.Module) -> Tensor:
     in_channels / groups, times the number of cells of the dense axes. The loss of the model is the
     mean over all positions tensors; a tied one counts once.
 
-    Memory is bounded: no tensor is larger than the positions or a few MiB, also in an ordinary
-    backward pass (without `create_graph=True`). Elements at exactly the same position do not push
-    each other apart, since there is no direction to push in.
+    Memory is bounded: with up to 1,000 elements per kernel, no tensor is larger than the positions
+    or a few MiB, also in an ordinary backward pass (without `create_graph=True`). Elements at
+    exactly the same position do not push each other apart, since there is no direction to push in.
 
     Returns:
         A scalar on the first positions' device; 0, without a gradient, if the model has no DCLS
@@ -72,55 +72,29 @@ def repulsion(positions: Tensor) -> Tensor:
     # A copy, since layers may clamp their positions in place before the backward pass.
     exact = positions.to(torch.promote_types(positions.dtype, torch.float32), copy=True)
     kernels = exact.reshape(axes, -1, count)  # (A, C, E)
+    blocks = torch.split(kernels, max(1, DIFFERENCES_PER_BLOCK // (axes * count**2)), 1)
     if is_eager(kernels):
-        total: Tensor = _OrderedPairsTotal.apply(kernels)
+        # Distances are computed again for backward, so they are not stored.
+        totals = [
+            checkpoint(_total, block, use_reentrant=False, preserve_rng_state=False)
+            for block in blocks
+        ]
     else:
-        total = _ordered_pairs_total(kernels)
+        totals = [_total(block) for block in blocks]
     ordered_pairs = count * (count - 1) * kernels.shape[1]
-    return total / max(ordered_pairs, 1)
+    return torch.stack(totals).sum() / max(ordered_pairs, 1)
 
 
-class _OrderedPairsTotal(Function):
-    """`_ordered_pairs_total`, with the gradient computed in forward.
-
-    No distances have to be stored for backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, kernels: Tensor) -> Tensor:
-        gradient = None
-        if ctx.needs_input_grad[0]:
-            gradient = torch.empty_like(kernels)
-        total = _ordered_pairs_total(kernels, gradient)
-        ctx.save_for_backward(kernels, gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        kernels, gradient = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradient needs a graph of its own
-            total = _ordered_pairs_total(kernels)
-            (gradient,) = torch.autograd.grad(total, kernels, create_graph=True)
-        return cast(Tensor, gradient * upstream)
-
-
-def _ordered_pairs_total(kernels: Tensor, gradient: Tensor | None = None) -> Tensor:
+def _total(kernels: Tensor) -> Tensor:
     """Sum relu(1 - distance) over the ordered pairs of elements of kernels (A, C, E), to a scalar.
 
-    `gradient` (A, C, E) is filled with the gradient of the sum, if it is given.
+    Two elements at the same position overlap fully; an element does not count with itself.
     """
-    total = kernels.new_zeros(())
-    for part in element_pairs(kernels, DISTANCES_PER_BLOCK):
-        coincident = part.squared_distances == 0
-        # The square root has no derivative at 0. Setting the distance to REACH removes the pair.
-        distances = part.squared_distances.masked_fill_(coincident, REACH**2).sqrt()
-        overlaps = (REACH - distances).relu_()
-        # Two elements at the same position overlap fully; an element does not count with itself.
-        self_pairs = kernels[0][part.first].numel()
-        total = total + overlaps.sum() + REACH * (coincident.sum() - self_pairs)
-        if gradient is not None:
-            slopes = overlaps.sign().div_(distances)
-            for axis, difference in enumerate(part.differences):
-                # Every pair occurs in both orders, and the position of an element affects both.
-                gradient[axis][part.first] = -2 * difference.mul_(slopes).sum(-1)
-    return total
+    # Not by torch.cdist, which is inexact with matrix products, and slow without them.
+    differences = kernels[..., :, None] - kernels[..., None, :]  # (A, C, E, E)
+    squared_distances = differences.square().sum(0)
+    coincident = squared_distances == 0
+    # The square root has no derivative at 0. Setting the distance to REACH removes the pair.
+    distances = torch.where(coincident, REACH**2, squared_distances).sqrt()
+    overlaps = (REACH - distances).relu()
+    return overlaps.sum() + REACH * (coincident.sum() - kernels[0].numel())
