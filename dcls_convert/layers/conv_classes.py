@@ -38,10 +38,7 @@ class ConvTraits:
 
 
 PLAIN = ConvTraits()
-# What each known class does, and its methods now: other code may replace them later.
-_KNOWN_CLASSES: dict[type[nn.Module], tuple[tuple[Any, ...], ConvTraits]] = {
-    cls: (_computing_methods(cls), PLAIN) for cls in CONV_CLASSES.values()
-}
+_KNOWN_CLASSES: dict[type[nn.Module], ConvTraits] = dict.fromkeys(CONV_CLASSES.values(), PLAIN)
 
 
 def register_conv(
@@ -71,7 +68,7 @@ def register_conv(
             cells.
 
     Raises:
-        TypeError: `cls` is not such a subclass, or has the forward of its base.
+        TypeError: `cls` is not such a subclass.
 
     Example:
         A convolution that removes the mean of each filter::
@@ -85,28 +82,22 @@ def register_conv(
 
             dcls_convert.register_conv(CentredConv, weight=centred)
     """
-    bases = [base for base in CONV_CLASSES.values() if issubclass(cls, base)]
-    if not bases:
+    if not issubclass(cls, tuple(CONV_CLASSES.values())):
         raise TypeError(f"{cls.__name__} is not a subclass of torch.nn.Conv1d, Conv2d or Conv3d")
-    if cls.forward is bases[0].forward:
-        name = bases[0].__name__
-        raise TypeError(f"{cls.__name__} has the forward of {name}, and is treated as such already")
-    traits = ConvTraits(
+    _KNOWN_CLASSES[cls] = ConvTraits(
         transform_weight=weight,
         parameters=tuple(parameters),
         same_padding=same_padding,
         adapt=adapt,
     )
-    _KNOWN_CLASSES[cls] = (_computing_methods(cls), traits)
 
 
 def find_traits(conv: nn.Module) -> ConvTraits | None:
     """Return what the convolution's class does; None if that is not known."""
     for cls in type(conv).__mro__:
-        if cls in _KNOWN_CLASSES:
-            methods, traits = _KNOWN_CLASSES[cls]
-            if _computing_methods(type(conv)) == methods:
-                return traits
+        traits = _KNOWN_CLASSES.get(cls)
+        if traits is not None and _computing_methods(type(conv)) == _computing_methods(cls):
+            return traits
     return None
 
 

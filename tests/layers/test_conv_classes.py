@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, convert_, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
-from dcls_convert.layers.conv_classes import find_traits
+from dcls_convert.layers.conv_classes import find_traits, why_not_replaceable
 from dcls_convert.planning.rule_files import parse_rules
 
 from .common import close, randn
@@ -149,3 +149,21 @@ def test_a_registered_class_or_one_that_inherits_its_forward_is_converted_withou
     assert temperature.grad is not None
     fold_to_dense_(model)
     close(model(image), expected)
+
+
+def doubled(conv, weight):
+    return 2 * weight
+
+
+class Doubled(nn.Conv2d):
+    """Has the forward of its base, which calls what is overridden here."""
+
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, doubled(self, weight), bias)
+
+
+def test_a_class_with_the_forward_of_its_base_can_be_registered(registered):
+    conv = built(Doubled, {"kernel_size": 3})
+    assert "register_conv" in why_not_replaceable(conv)
+    register_conv(Doubled, weight=doubled)
+    converted_and_folded(conv, SIZES)
