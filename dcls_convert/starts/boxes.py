@@ -7,8 +7,6 @@ N = O * I * D kernel lines (see `layers/elements.py`), K cells of the old kernel
 axes, S cells of the box, E elements, A learnt axes.
 """
 
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Self
 
@@ -108,16 +106,6 @@ class Box:
             effective=effective,
         )
 
-    def old_cell_coordinates(self) -> Tensor:
-        """Return the box positions of the old kernel's cells, as integers: (K, A)."""
-        positions = torch.tensor(list(itertools.product(*self.grids)))
-        return positions - torch.tensor(self.origin)
-
-    def old_cell_indices(self) -> Tensor:
-        """Return the indices of the old kernel's cells among the S cells of the box: (K,)."""
-        strides = [math.prod(self.sides[axis + 1 :]) for axis in range(len(self.sides))]
-        return (self.old_cell_coordinates() * torch.tensor(strides)).sum(1)
-
     def lines_of(self, kernel: Tensor) -> Tensor:
         """Return the lines (N, S) of a kernel (O, I, *kernel size), in float32 at least.
 
@@ -125,9 +113,12 @@ class Box:
         """
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        boxed = values.new_zeros(len(values), math.prod(self.sides))
-        boxed[:, self.old_cell_indices().to(values.device)] = values
-        return boxed
+        boxed = values.new_zeros(len(values), *self.sides)
+        places: list[slice] = []  # of the old cells, along each axis of the box
+        for axis, grid, first in zip(self.axes, self.grids, self.origin, strict=True):
+            places.append(slice(grid[0] - first, grid[-1] - first + 1, self.dilation[axis]))
+        boxed[:, *places] = torch.unflatten(values, 1, self.kernel_size)
+        return boxed.flatten(1)
 
     def footprint(self, box_positions: Tensor) -> Tensor:
         """Return how elements at box positions (N, E, A) spread over the box's cells: (N, E, S)."""

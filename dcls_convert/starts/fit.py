@@ -5,6 +5,7 @@ lines (see `layers/elements.py`), L layers, E elements, A learnt axes, S cells o
 kernels are fitted (see `boxes.py`).
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +39,7 @@ def fit_elements(
         Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).
     """
     largest_weights, largest_positions = box.largest_cells(kernels, kernel_count)
-    one_for_each_cell = kernel_count >= len(box.old_cell_coordinates())
+    one_for_each_cell = kernel_count >= math.prod(box.kernel_size)
     is_exact = find_interpolation(box.interpolation).is_exact_on_cells
     nothing_to_gain = one_for_each_cell and is_exact
     if nothing_to_gain or kernels[0].is_meta:
