@@ -8,22 +8,52 @@ axes, S cells of the box, E elements, A learnt axes.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ..geometry import extent, grid_positions, learnt_axes
+from ..geometry import along_learnt_axes, extent, grid_positions, learnt_axes
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation
 from ..planning.layer_plan import LayerPlan
 
 
+class _BoxAxis(NamedTuple):
+    """One learnt axis of a box."""
+
+    side: int  # in cells
+    old_cells: slice  # the box cells that the old kernel has
+    origin: int  # position of the box's first cell, from the window's centre
+    # Box positions between which elements are fitted: there, the box has all their cells.
+    lowest: int
+    highest: int
+
+
+def _box_axis(kernel_size: int, dilation: int, size: int, wanted_margin: int) -> _BoxAxis:
+    """Return an axis of a box with `wanted_margin` cells on either side, or as many as there are.
+
+    An element inside a whole margin would spread beyond the box, so elements are fitted outside of
+    it. A smaller margin ends at the window's border, where elements are cut off in any case.
+    """
+    old_extent = extent(kernel_size, dilation)
+    margin = min(wanted_margin, (size - old_extent) // 2)
+    side = old_extent + 2 * margin
+    kept_free = margin if margin == wanted_margin else 0
+    return _BoxAxis(
+        side=side,
+        old_cells=slice(margin, margin + old_extent, dilation),
+        origin=grid_positions(kernel_size, dilation, size)[0] - margin,
+        lowest=kept_free,
+        highest=side - 1 - kept_free,
+    )
+
+
 class Box:
     """The old kernel's extent along the learnt axes, plus the cells that its elements spread to.
 
-    The attributes `kernel_size`, `grids`, `sides`, `origin`, `lowest` and `highest` have one entry
-    for each learnt axis.
+    The attributes `kernel_size`, `sides`, `old_cells`, `origin`, `lowest` and `highest` have one
+    entry for each learnt axis: see `_BoxAxis`.
     """
 
     def __init__(
@@ -36,37 +66,17 @@ class Box:
     ) -> None:
         self.dilation = dilation
         self.size = size
-        self.interpolation = interpolation
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
+        self.kernel_size = along_learnt_axes(kernel_size, dense_axes)
         self.method = find_interpolation(interpolation)
-        wanted_margin = self.method.support - 1
-        kernel_sizes = []
-        grids = []
-        sides = []
-        origin = []
-        lowest = []
-        highest = []
-        for axis in self.axes:
-            grid = grid_positions(kernel_size[axis], dilation[axis], size[axis])
-            old_extent = extent(kernel_size[axis], dilation[axis])
-            margin = min(wanted_margin, (size[axis] - old_extent) // 2)
-            # Inside the margin, an element would spread beyond the box; at the window's border, it
-            # is cut off there in any case.
-            kept_free = margin if margin == wanted_margin else 0
-            kernel_sizes.append(kernel_size[axis])
-            grids.append(grid)
-            sides.append(old_extent + 2 * margin)
-            origin.append(grid[0] - margin)
-            lowest.append(kept_free)
-            highest.append(old_extent + 2 * margin - 1 - kept_free)
-        self.kernel_size = tuple(kernel_sizes)
-        self.grids = grids  # positions of the old cells, from the window's centre
-        self.sides = tuple(sides)  # in cells
-        self.origin = tuple(origin)  # position of the box's first cell, from the window's centre
-        # Box positions between which elements are fitted: there, the box has all their cells.
-        self.lowest = tuple(lowest)
-        self.highest = tuple(highest)
+        margin = self.method.support - 1
+        axes = [_box_axis(kernel_size[i], dilation[i], size[i], margin) for i in self.axes]
+        self.old_cells = tuple(axis.old_cells for axis in axes)
+        self.sides = tuple(axis.side for axis in axes)
+        self.origin = tuple(axis.origin for axis in axes)
+        self.lowest = tuple(axis.lowest for axis in axes)
+        self.highest = tuple(axis.highest for axis in axes)
 
     @classmethod
     def of(cls, layer: LayerPlan) -> Self:
@@ -114,10 +124,7 @@ class Box:
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         boxed = values.new_zeros(len(values), *self.sides)
-        places: list[slice] = []  # of the old cells, along each axis of the box
-        for axis, grid, first in zip(self.axes, self.grids, self.origin, strict=True):
-            places.append(slice(grid[0] - first, grid[-1] - first + 1, self.dilation[axis]))
-        boxed[:, *places] = torch.unflatten(values, 1, self.kernel_size)
+        boxed[:, *self.old_cells] = torch.unflatten(values, 1, self.kernel_size)
         return boxed.flatten(1)
 
     def footprint(self, box_positions: Tensor) -> Tensor:

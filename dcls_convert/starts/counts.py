@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..geometry import ceil_div
-from ..layers.interpolation import find_interpolation
 from ..networks.process_settings import full_precision
 from ..options import ERROR_SCOPE
 from ..placing.place import LayerGroup, make_layers
@@ -119,7 +118,7 @@ def _relative_errors(group: LayerGroup, covariance_roots: Tensor | None) -> list
     max_count = max(plan.old_cells, plan.kernel_count)
     errors = errors_by_count(lines, max_count, box, roots).double()  # (L, 1 + max_count), squared
     relative = (errors / errors[:, :1]).nan_to_num().sqrt().sum(0)  # a layer may be zero
-    if find_interpolation(plan.interpolation).is_exact_on_cells:
+    if box.method.is_exact_on_cells:
         relative[plan.old_cells :] = 0
     return relative.tolist()
 

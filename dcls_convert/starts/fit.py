@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layers.interpolation import find_interpolation
 from .boxes import Box
 from .positions import LineRoots, fit_lines, squared_errors
 
@@ -40,8 +39,7 @@ def fit_elements(
     """
     largest_weights, largest_positions = box.largest_cells(kernels, kernel_count)
     one_for_each_cell = kernel_count >= math.prod(box.kernel_size)
-    is_exact = find_interpolation(box.interpolation).is_exact_on_cells
-    nothing_to_gain = one_for_each_cell and is_exact
+    nothing_to_gain = one_for_each_cell and box.method.is_exact_on_cells
     if nothing_to_gain or kernels[0].is_meta:
         return largest_weights, largest_positions
     lines = lines_of(kernels, box)

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert import convert_
-from dcls_convert.geometry import grid_positions
-from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.interpolation import (
-    INTERPOLATIONS,
-    find_interpolation,
-)
+from dcls_convert.geometry import along_learnt_axes, grid_positions
+from dcls_convert.layers.construction import construct_unchecked
+from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.starts.boxes import Box
 from dcls_convert.starts.fit import fit_elements, lines_of
 from dcls_convert.starts.positions import squared_errors
@@ -54,11 +51,13 @@ def in_window(kernel, box):
 
 def constructed(weight, positions, box):
     """Construct the kernel on the whole window, as layers do."""
-    sigma = find_interpolation(box.interpolation).initial_sigma
+    sigma = box.method.initial_sigma
     if sigma is not None:
         sigma = torch.full_like(positions, sigma, dtype=torch.double)
-    options = {"interpolation": box.interpolation, "sigma": sigma, "dense_axes": box.dense_axes}
-    return construct_kernel(weight.double(), positions.double(), box.size, **options)
+    learnt_size = along_learnt_axes(box.size, box.dense_axes)
+    return construct_unchecked(
+        weight.double(), positions.double(), sigma, learnt_size, box.dense_axes, box.method
+    )
 
 
 def differences(kernels, weights, positions, box):
