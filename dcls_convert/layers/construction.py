@@ -130,12 +130,10 @@ def _by_profiles(
     profiles: list[Tensor] = []
     for axis, length in enumerate(size):
         cells = clamped(positions[axis] + length // 2, 0, length - 1)
-        if sigma is None:
-            width = torch.ones_like(cells)
-        else:
+        width = None
+        if sigma is not None:
             width = clamped(sigma[axis], interpolation.min_sigma or 0, math.inf)
-        profile = interpolation.profile(cells, width, length)
-        profiles.append(profile / profile.sum(-1, keepdim=True))
+        profiles.append(interpolation.normalised_profile(cells, length, width))
     spread = weight.unsqueeze(-1)  # (*C, E, 1)
     for profile in profiles[:-1]:
         products = spread.unsqueeze(-1) * profile.unsqueeze(-2)

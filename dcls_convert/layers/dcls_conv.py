@@ -249,7 +249,7 @@ class DclsConv2d(DclsConvNd):
         if takes_elements:
             if self.training and torch.compiler.is_compiling():
                 self.clamp_positions_()
-            return convolve(input, bias, self._effective_weight(), positions)
+            return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
         output = convolve(input, bias, self.clamped_kernel())
         if self.output_dtype is None:
             return output

@@ -199,20 +199,13 @@ class DclsLayer(CheckedLayer):
         It is differentiable with respect to weight, positions and sigma.
         """
         return construct_unchecked(
-            self._effective_weight(),
+            self.traits.effective_weight(self, self.weight),
             self.positions,
             self.sigma,
             self._learnt_size,
             self.dense_axes,
             INTERPOLATIONS[self.interpolation],
         )
-
-    def _effective_weight(self) -> Tensor:
-        """Return the elements' weights that the kernel is constructed from."""
-        transform = self.traits.transform_weight
-        if transform is None:
-            return self.weight
-        return transform(self, self.weight)
 
     @torch.no_grad()
     def clamp_positions_(self) -> None:

@@ -56,9 +56,10 @@ class Interpolation:
         profile = self.normalised_profile(centre, 2 * self.support + 1)
         return int(profile.count_nonzero()) == 1
 
-    def normalised_profile(self, cells: Tensor, length: int) -> Tensor:
-        """Return the normalised profile with the initial sigma: (*C, E) -> (*C, E, length)."""
-        sigma = torch.full_like(cells, self.initial_sigma or 1.0)
+    def normalised_profile(self, cells: Tensor, length: int, sigma: Tensor | None = None) -> Tensor:
+        """Return the normalised profile: (*C, E) -> (*C, E, length). Default: the initial sigma."""
+        if sigma is None:
+            sigma = torch.full_like(cells, self.initial_sigma or 1.0)
         value = self.profile(cells, sigma, length)
         return value / value.sum(-1, keepdim=True)
 
