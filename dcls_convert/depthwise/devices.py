@@ -85,11 +85,6 @@ def _compile_a_kernel(device: torch.device) -> None:
 @assume_constant_result  # type: ignore[untyped-decorator]
 def adds_three_taps(device: torch.device) -> bool:
     """True if programs of 16-bit products have room for the gradients of three taps at once."""
-    return _adds_three_taps(device)
-
-
-@functools.cache
-def _adds_three_taps(device: torch.device) -> bool:
     if device.type == "cpu":  # in Triton's interpreter
         return True
     if torch.version.hip:

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import dcls_convert
-from dcls_convert.depthwise import devices, table
+from dcls_convert.depthwise import block_plan, devices, table
 from dcls_convert.depthwise.launching import Launch
 from dcls_convert.layers import gpu_construction
 from dcls_convert.layers.dcls_conv import DclsConv2d
@@ -83,7 +83,7 @@ def as_on(target: GPUTarget, *, tf32: bool = False):
         patch.setattr(Launch, "_first_run", record)
         patch.setattr(devices, "_why_no_blocks", lambda device: None)
         patch.setattr(gpu_construction, "_launches", {})
-        patch.setattr(devices, "_adds_three_taps", adds_three_taps)
+        patch.setattr(block_plan, "adds_three_taps", adds_three_taps)
         patch.setattr(table, "preference", lambda: "blocks")
         if target.backend == "hip":
             patch.setattr(torch.version, "hip", "6.4")
