@@ -175,7 +175,7 @@ class _Construction(Function):
         return grad_weight, add(grad_positions, grad_clamped), None
 
 
-# Launches of dense layers, by all that they depend on.
+# Launches, by all that they depend on. Layers bound their number, images of new sizes add none.
 _launches: dict[tuple[object, ...], Launch] = {}
 
 
@@ -186,16 +186,14 @@ def _launch(
     constants: tuple[int, ...],
     tensors: Sequence[Tensor],
 ) -> None:
-    device = tensors[0].device
-    launch = None
-    key = (kernel, sizes, constants, device, *[tensor.dtype for tensor in tensors])
-    if not torch.compiler.is_compiling():
-        launch = _launches.get(key)
-    if launch is None:
-        launch = Launch(kernel, (programs, 1, 1), sizes, constants)
-        if not torch.compiler.is_compiling():
-            _launches[key] = launch
-    launch.run(*tensors)
+    grid = (programs, 1, 1)
+    if torch.compiler.is_compiling():
+        Launch(kernel, grid, sizes, constants).run(*tensors)
+        return
+    key = (kernel, sizes, constants, tensors[0].device, *[tensor.dtype for tensor in tensors])
+    if key not in _launches:
+        _launches[key] = Launch(kernel, grid, sizes, constants)
+    _launches[key].run(*tensors)
 
 
 def _construct_by_torch(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
