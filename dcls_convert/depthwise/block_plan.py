@@ -44,7 +44,8 @@ STAGES_ON_AMD = 2
 class BlockPlan(ABC):
     """How maps of one shape are convolved on one device; keeps its launches.
 
-    Subclasses know what the bank is made of, which is called the source here.
+    Subclasses know what the bank is made of. In their methods, `kernel` is the window, or the
+    weight and positions that make it.
 
     Args:
         maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
@@ -140,21 +141,21 @@ class BlockPlan(ABC):
         )
 
     @abstractmethod
-    def pack_with_bank(self, maps: Tensor, *source: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def pack_with_bank(self, maps: Tensor, *kernel: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Copy maps into blocks (C, M, CELLS), and make the bank (C, taps, CELLS, CELLS).
 
-        Also returns clamped positions, if the source has some: they can change before the backward
+        Also returns clamped positions, if the kernel has some: they can change before the backward
         pass.
         """
 
     @abstractmethod
-    def gradients_of_source(
-        self, partial_sums: Tensor, sums: Tensor, *source: Tensor
+    def gradients_of_kernel(
+        self, partial_sums: Tensor, sums: Tensor, *kernel: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the bias and the source, from `gradient_of_bank` and `sums`."""
+        """Return the gradients of the bias and the kernel, from `gradient_of_bank` and `sums`."""
 
     @abstractmethod
-    def window_by_torch(self, *source: Tensor) -> Tensor:
+    def window_by_torch(self, *kernel: Tensor) -> Tensor:
         """Return the window (C, 1, R, S) by torch's operations, which can be differentiated."""
 
     def pack_gradients(self, gradients: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,9 +276,9 @@ class WindowPlan(BlockPlan):
             (rows, columns, has_bias),
         )
 
-    def pack_with_bank(self, maps: Tensor, *source: Tensor) -> tuple[Tensor, Tensor, None]:
+    def pack_with_bank(self, maps: Tensor, *kernel: Tensor) -> tuple[Tensor, Tensor, None]:
         """Copy maps into blocks, and make the bank of a window."""
-        (window,) = source
+        (window,) = kernel
         blocks = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
         launch, maps = self.find_pack(maps, self._pack_launch)
         launch.run(maps, blocks, maps)
@@ -288,19 +289,19 @@ class WindowPlan(BlockPlan):
     def _pack_launch(self, maps: Tensor) -> Launch:
         return self.copy_launch(maps.stride(), (1, 1), unpack=False, sums=False)
 
-    def gradients_of_source(
-        self, partial_sums: Tensor, sums: Tensor, *source: Tensor
+    def gradients_of_kernel(
+        self, partial_sums: Tensor, sums: Tensor, *kernel: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the bias (C) and the window (C, 1, R, S)."""
-        (window,) = source
+        (window,) = kernel
         gradient = torch.empty_like(window, memory_format=torch.contiguous_format)
         grad_bias = partial_sums.new_empty(self.channels)
         self._gradient_of_window.run(partial_sums, sums, gradient, grad_bias)
         return grad_bias, gradient
 
-    def window_by_torch(self, *source: Tensor) -> Tensor:
+    def window_by_torch(self, *kernel: Tensor) -> Tensor:
         """Return the window itself."""
-        (window,) = source
+        (window,) = kernel
         return window
 
 

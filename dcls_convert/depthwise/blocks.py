@@ -19,18 +19,18 @@ from .eager import is_batched
 from .layouts import BLOCK_SIDE
 
 
-def convolve_by_plan(plan: BlockPlan, maps: Tensor, bias: Tensor | None, *source: Tensor) -> Tensor:
+def convolve_by_plan(plan: BlockPlan, maps: Tensor, bias: Tensor | None, *kernel: Tensor) -> Tensor:
     """Convolve with "same" padding: (N, C, H, W), bias (C) -> (N, C, H', W').
 
-    The source is what the plan's bank is made of. The output is in the input's memory format.
+    `kernel` is what the plan's bank is made of. The output is in the input's memory format.
     """
     if is_on_another_gpu(maps):
         with torch.cuda.device(maps.device):
-            return convolve_by_plan(plan, maps, bias, *source)
-    tensors = [tensor for tensor in (maps, bias, *source) if tensor is not None]
+            return convolve_by_plan(plan, maps, bias, *kernel)
+    tensors = [tensor for tensor in (maps, bias, *kernel) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return cast(Tensor, _Convolution.apply(plan, maps, bias, *source)[0])
-    blocks, bank, _ = plan.pack_with_bank(maps, *source)
+        return cast(Tensor, _Convolution.apply(plan, maps, bias, *kernel)[0])
+    blocks, bank, _ = plan.pack_with_bank(maps, *kernel)
     return plan.convolve(blocks, bank, bias)
 
 
@@ -42,7 +42,7 @@ def is_on_another_gpu(tensor: Tensor) -> bool:
 
 
 class _Convolution(Function):
-    """Maps (N, C, H, W), bias (C), the source of a bank -> maps (N, C, H', W').
+    """Maps (N, C, H, W), bias (C), kernel (see `BlockPlan`) -> maps (N, C, H', W').
 
     Blocks and clamped positions are outputs too, so that gradients of gradients flow through them.
     The bank is only for the backward pass by kernels.
@@ -50,14 +50,14 @@ class _Convolution(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: BlockPlan, maps: Tensor, bias: Tensor | None, *source: Tensor
+        ctx: Any, plan: BlockPlan, maps: Tensor, bias: Tensor | None, *kernel: Tensor
     ) -> tuple[Tensor, ...]:
-        blocks, bank, clamped = plan.pack_with_bank(maps, *source)
+        blocks, bank, clamped = plan.pack_with_bank(maps, *kernel)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if clamped is not None:
-            source = (*source[:-1], clamped)
-        ctx.save_for_backward(blocks, bank, *source)
+            kernel = (*kernel[:-1], clamped)
+        ctx.save_for_backward(blocks, bank, *kernel)
         output = plan.convolve(blocks, bank, bias)
         if clamped is None:  # dynamo cannot trace an output that is None
             return output, blocks
@@ -71,41 +71,41 @@ class _Convolution(Function):
         grad_clamped: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
-        blocks, bank, *source = ctx.saved_tensors
+        blocks, bank, *kernel = ctx.saved_tensors
         if needs_torch(grad_output, grad_blocks, grad_clamped):
             return None, *_backward_by_torch(
-                plan, blocks, source, grad_output, grad_blocks, grad_clamped
+                plan, blocks, kernel, grad_output, grad_blocks, grad_clamped
             )
         grad_output = cast(Tensor, grad_output)
-        _, wants_maps, wants_bias, *wants_source = ctx.needs_input_grad
+        _, wants_maps, wants_bias, *wants_kernel = ctx.needs_input_grad
         gradients, sums = plan.pack_gradients(grad_output, blocks)
         grad_maps: Tensor | None = None
         grad_bias: Tensor | None = None
-        grad_source: Sequence[Tensor | None] = [None] * len(source)
+        grad_kernel: Sequence[Tensor | None] = [None] * len(kernel)
         if wants_maps:
             grad_maps = plan.gradient_of_input(gradients, bank)
-        if any(wants_source):
+        if any(wants_kernel):
             partial_sums = plan.gradient_of_bank(blocks, gradients)
-            grad_bias, *grad_source = plan.gradients_of_source(partial_sums, sums, *source)
+            grad_bias, *grad_kernel = plan.gradients_of_kernel(partial_sums, sums, *kernel)
         elif wants_bias:
             grad_bias = sums.sum(1)
         if not wants_bias:  # perhaps there is none
             grad_bias = None
-        return None, grad_maps, grad_bias, *grad_source
+        return None, grad_maps, grad_bias, *grad_kernel
 
 
 def _backward_by_torch(
     plan: BlockPlan,
     blocks: Tensor,
-    source: Sequence[Tensor],
+    kernel: Sequence[Tensor],
     grad_output: Tensor | None,
     grad_blocks: Tensor | None,
     grad_clamped: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of maps, bias and source."""
+    """Return the gradients of maps, bias and kernel."""
 
-    def convolve(blocks: Tensor, *source: Tensor) -> Tensor:
-        window = plan.window_by_torch(*source)
+    def convolve(blocks: Tensor, *kernel: Tensor) -> Tensor:
+        window = plan.window_by_torch(*kernel)
         padding = (plan.window[0] // 2, plan.window[1] // 2)
         maps = _maps_of_blocks(blocks, plan)
         with torch.autocast(plan.device.type, enabled=False):
@@ -114,18 +114,18 @@ def _backward_by_torch(
             )
 
     grad_bias: Tensor | None = None
-    grad_source: list[Tensor | None] = [None] * len(source)
+    grad_kernel: list[Tensor | None] = [None] * len(kernel)
     if grad_output is not None:
-        found = gradients_by_torch(convolve, (blocks, *source), grad_output.to(plan.dtype))
+        found = gradients_by_torch(convolve, (blocks, *kernel), grad_output.to(plan.dtype))
         grad_blocks = add(found[0], grad_blocks)
-        grad_source = list(found[1:])
+        grad_kernel = list(found[1:])
         if plan.has_bias:
             grad_bias = grad_output.sum((0, 2, 3))
-    grad_source[-1] = add(grad_source[-1], grad_clamped)
+    grad_kernel[-1] = add(grad_kernel[-1], grad_clamped)
     grad_maps: Tensor | None = None
     if grad_blocks is not None:
         grad_maps = _maps_of_blocks(grad_blocks, plan).to(plan.input_dtype)
-    return grad_maps, grad_bias, *grad_source
+    return grad_maps, grad_bias, *grad_kernel
 
 
 def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:

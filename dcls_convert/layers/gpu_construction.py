@@ -63,9 +63,9 @@ class ElementPlan(BlockPlan):
             (*window, has_bias),
         )
 
-    def pack_with_bank(self, maps: Tensor, *source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pack_with_bank(self, maps: Tensor, *kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copy maps into blocks, and make the bank; also returns clamped positions."""
-        weight, positions = source
+        weight, positions = kernel
         packed = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
         bank = packed.new_empty(self.bank_shape)
         positions = positions.contiguous()
@@ -84,11 +84,11 @@ class ElementPlan(BlockPlan):
             (*layout, *self.window, self._clamps),
         )
 
-    def gradients_of_source(
-        self, partial_sums: Tensor, sums: Tensor, *source: Tensor
+    def gradients_of_kernel(
+        self, partial_sums: Tensor, sums: Tensor, *kernel: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of bias (C), weight and positions."""
-        weight, clamped = source
+        weight, clamped = kernel
         weight = weight.contiguous()
         grad_weight = torch.empty_like(weight)
         grad_positions = torch.empty_like(clamped)
@@ -98,9 +98,9 @@ class ElementPlan(BlockPlan):
         )
         return grad_bias, grad_weight, grad_positions
 
-    def window_by_torch(self, *source: Tensor) -> Tensor:
+    def window_by_torch(self, *kernel: Tensor) -> Tensor:
         """Construct the windows (C, 1, R, S) by torch's operations."""
-        weight, positions = source
+        weight, positions = kernel
         return _construct_by_torch(weight.to(torch.float32), positions, self.window)
 
 
@@ -125,7 +125,7 @@ class _Construction(Function):
     def forward(ctx: Any, weight: Tensor, positions: Tensor, size: Pair) -> tuple[Tensor, Tensor]:
         ctx.size = size
         ctx.set_materialize_grads(False)
-        source = weight  # which has a graph, for gradients of gradients
+        weight_with_graph = weight  # for gradients of gradients
         weight = weight.contiguous()
         positions = positions.contiguous()
         windows = torch.empty((*weight.shape[:-1], *size), dtype=weight.dtype, device=weight.device)
@@ -141,7 +141,7 @@ class _Construction(Function):
             (*size, cells, at_once),
             (weight, positions, windows, clamped),
         )
-        ctx.save_for_backward(source, clamped)
+        ctx.save_for_backward(weight_with_graph, clamped)
         return windows, clamped
 
     @staticmethod
