@@ -1,4 +1,7 @@
-"""Refuse state dicts of other conversions: their names and shapes fit, whatever the window."""
+"""Refuse state dicts of another conversion.
+
+Torch would load them: names and shapes are the same for every window.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +11,6 @@ from torch import Tensor
 from ..geometry import along_learnt_axes, position_limits, size_text
 from .ties import POSITION_PARAMETERS, Tieable, at_least_float32, is_sharded
 
-METADATA = "dcls"  # entry of a layer in the metadata of a state dict, which torch.save keeps
 # Cells. The last step of an optimizer may leave an element a little outside of the window; its next
 # use in training clamps it. The next larger window has elements up to one cell outside.
 MAX_OUTSIDE = 0.5
@@ -30,28 +32,13 @@ class CheckedLayer(Tieable):
     dense_axes: tuple[int, ...]
     interpolation: str
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        """Save the layer, and its window and interpolation in the state dict's metadata."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
-        if metadata is not None:
-            metadata[METADATA] = self.settings
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *others: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Load the layer, unless the state dict is of another conversion.
 
         Positions stay in float32 at least, with `assign=True` too.
         """
         error_msgs: list[str] = others[-1]
-        problem = self.describe_other_state(state_dict, prefix, local_metadata)
+        problem = self.describe_other_state(state_dict, prefix)
         if problem is not None and not any(CURE in message for message in error_msgs):
             error_msgs.append(f"{problem}; {CURE}")  # one line for all layers
         for name in POSITION_PARAMETERS:
@@ -59,19 +46,11 @@ class CheckedLayer(Tieable):
             if isinstance(stored, Tensor):
                 state_dict[prefix + name] = stored.to(at_least_float32(stored.dtype))
         if problem is None:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+            super()._load_from_state_dict(state_dict, prefix, *others)
 
-    def describe_other_state(
-        self, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
-    ) -> str | None:
-        """Say why a state dict is not of a layer like this; None if nothing speaks against it.
-
-        `metadata` is what the state dict says of the layer; it is empty for most files.
-        """
+    def describe_other_state(self, state: Mapping[str, Any], prefix: str) -> str | None:
+        """Return why this layer must not load the state dict; None if it may."""
         name = prefix.removesuffix(".") or type(self).__name__
-        stored = metadata.get(METADATA)
-        if stored is not None and stored != self.settings:
-            return f"{name} has window {self.settings}, and in the state dict {stored}"
         positions = state.get(f"{prefix}positions")
         if self.is_tied:
             if positions is None:
@@ -88,11 +67,11 @@ class CheckedLayer(Tieable):
 
     @property
     def settings(self) -> str:
-        """What a state dict should agree in, though its shapes do not tell."""
+        """The settings of a layer that the shapes of its tensors do not show."""
         return settings_text(self.dilated_kernel_size, self.interpolation, self.dense_axes)
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
-        """Say how far positions are outside of the window; None if at most by `MAX_OUTSIDE`.
+        """Return how far positions are outside of the window; None if at most `MAX_OUTSIDE`.
 
         Positions that FSDP2 has sharded, perhaps along the axes of the window, are not checked.
         """

@@ -188,7 +188,7 @@ def _problems(
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
     for name, module in model.named_modules():
         if isinstance(module, DclsConvNd):
-            problem = module.describe_other_state(state, f"{name}.", {})
+            problem = module.describe_other_state(state, f"{name}.")
             if problem is not None:
                 yield problem
     parameters = dict(model.named_parameters(remove_duplicate=False))
