@@ -8,30 +8,17 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
-from ..depthwise.eager import is_counting_flops, is_eager
-from ..depthwise.table import BLOCKS_DTYPES, TORCH, Case, Convolve, computed_dtype, find_way
-from ..geometry import (
-    DYNAMIC_SAME,
-    Padding,
-    Pair,
-    check_window,
-    extent,
-    grown_padding,
-    static_padding,
-)
+from ..geometry import DYNAMIC_SAME, check_window, grown_padding
 from .carry_over import carry_over_, compute_parameter_
 from .conv_classes import Conv, padding_of, traits_of, why_not_replaceable
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
-
-MAX_WAYS = 100  # kept by a layer; with images of all sizes, they would grow without end
 
 
 @functools.cache
@@ -222,88 +209,6 @@ class DclsConv2d(DclsConvNd):
     dims = 2
     conv_class = nn.Conv2d
     conv_function = staticmethod(F.conv2d)
-    # dtype of the output; None: that in which it is computed. A LayerNorm under autocast reads
-    # float32, which blocks write in one pass.
-    output_dtype: torch.dtype | None = None
-
-    def _convolve(self, input: Tensor, padding: Padding) -> Tensor:
-        """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
-        weight = self.weight
-        positions = self.positions
-        bias = self.bias
-        learnt = [weight, positions]
-        if bias is not None:
-            learnt.append(bias)
-        eager = is_eager(input, *learnt) and not is_counting_flops()
-        if eager:
-            settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
-            key = (*settings, *_key_of(input, weight, positions, bias))
-            found = self._ways.get(key)
-            if found is None:
-                if len(self._ways) >= MAX_WAYS:
-                    self._ways.clear()
-                found = self._ways[key] = self._find_way(input, padding, learnt, eager=eager)
-        else:
-            found = self._find_way(input, padding, learnt, eager=eager)
-        convolve, takes_elements = found
-        if takes_elements:
-            if self.training and torch.compiler.is_compiling():
-                self.clamp_positions_()
-            return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
-        output = convolve(input, bias, self.clamped_kernel())
-        if self.output_dtype is None:
-            return output
-        return output.to(self.output_dtype)
-
-    def _find_way(
-        self, input: Tensor, padding: Padding, learnt: Sequence[Tensor], *, eager: bool
-    ) -> tuple[Convolve, bool]:
-        """Return how to convolve an input, and whether that takes elements instead of a kernel."""
-        weight, positions, *_ = learnt
-        bias = self.bias
-        dtype = computed_dtype(input, weight, bias)
-        dilation = self._on_every_axis(self.dilation)
-        if isinstance(padding, str):  # "same" or "valid"
-            sides = static_padding(padding, list(map(extent, self.kernel_size, dilation)))
-            if all(before == after for before, after in sides):
-                padding = tuple(before for before, _ in sides)
-        case = Case(
-            device=input.device,
-            dtype=dtype or input.dtype,
-            input_shape=tuple(input.shape),
-            kernel_shape=(self.out_channels, self.in_channels // self.groups, *self.kernel_size),
-            stride=cast(Pair, self._on_every_axis(self.stride)),
-            padding=cast(Any, padding),
-            dilation=cast(Pair, dilation),
-            groups=self.groups,
-        )
-        way = TORCH if dtype is None else find_way(case, input, *learnt, eager=eager)
-        takes_elements = (
-            way.name == "blocks"
-            and self.interpolation == "bilinear"
-            and not self.dense_axes
-            and min(self.dilated_kernel_size) > 1
-            and positions.device == input.device
-            and positions.is_contiguous()  # so that a kernel can clamp them in place
-            and BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
-        )
-        if not takes_elements:
-            return way.prepare(case, input, bias), False
-        from ..depthwise.blocks import convolve_by_plan  # needs Triton
-        from .gpu_construction import ElementPlan
-
-        plan = ElementPlan(
-            input,
-            case.window,
-            case.stride,
-            case.dtype,
-            has_bias=bias is not None,
-            output_dtype=self.output_dtype,
-            elements=self.kernel_count,
-            # A compiled program could lose what a kernel changes in a parameter.
-            clamps=self.training and not torch.compiler.is_compiling(),
-        )
-        return functools.partial(convolve_by_plan, plan), True
 
 
 class DclsConv3d(DclsConvNd):
@@ -314,28 +219,3 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
-
-
-def _key_of(
-    input: Tensor, weight: Tensor, positions: Tensor, bias: Tensor | None
-) -> tuple[object, ...]:
-    """Return all that a way, and its plan, depend on for tensors like these."""
-    device = input.device
-    kind = device.type
-    dtype = input.dtype
-    if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    return (
-        input.shape,
-        input.stride(),
-        input.dtype,
-        device,
-        dtype,
-        kind == "cuda" and dtype == torch.float32 and float32_precision(),
-        weight.dtype,
-        weight.device,
-        positions.dtype,
-        positions.device,
-        positions.is_contiguous(),
-        bias is not None and (bias.dtype, bias.device),
-    )

@@ -1,14 +1,16 @@
 """What a DCLS layer is: its arguments, its parameters, and its forward pass.
 
-One forward pass, on a CPU:
+One forward pass of a 2-D layer, on a CPU:
 
-1. `DclsLayer.forward`: unusual padding.
-2. `DclsConv2d._convolve`: the way to convolve is looked up (`depthwise/table.py`), and kept.
-3. `DclsLayer.clamped_kernel`: in training, positions are clamped; the kernel is constructed by the
-   layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
+1. `DclsLayer.forward` pads the input, if torch's convolution does not know the padding.
+2. `_convolve_2d`: the layer looks up how to convolve (`ways.py`, `depthwise/table.py`) and
+   remembers it for inputs of the same kind.
+3. `clamped_kernel`: in training, positions are clamped; the kernel is constructed by the layer's
+   interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. The way convolves, oneDNN's or torch's.
 
-On a GPU, blocks do 3 and 4 for bilinear elements (`gpu_construction.py`).
+On a GPU, the block kernels do steps 3 and 4 together if the interpolation is bilinear
+(`gpu_construction.py`).
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..depthwise.eager import is_exporting
+from ..depthwise.eager import is_counting_flops, is_eager, is_exporting
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
@@ -39,23 +41,23 @@ from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
+from .ways import Ways, find_way, key_of
 
 IntOrTuple = int | Sequence[int]
 
 
-class Ways(dict[tuple[object, ...], Any]):
-    """How a layer convolves inputs of each kind that it has seen. A copy or a pickle is empty."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Ways, ()
-
-
 class DclsLayer(CheckedLayer):
-    """A DCLS layer, without what turns it into a convolution and back: see `DclsConvNd`."""
+    """The parameters and the forward pass of a DCLS layer.
+
+    `DclsConvNd` adds the conversion from and to plain convolutions.
+    """
 
     dims: ClassVar[int]
     conv_class: ClassVar[Any]  # nn.Conv1d, Conv2d or Conv3d
     conv_function: ClassVar[Callable[..., Tensor]]
+    # dtype of the output of 2-D layers; None: that in which it is computed. A LayerNorm under
+    # autocast reads float32, which blocks write in one pass.
+    output_dtype: torch.dtype | None = None
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -134,14 +136,14 @@ class DclsLayer(CheckedLayer):
         if find_interpolation(self.interpolation).has_sigma:
             self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
-    def _on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
+    def on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
         """Return a number for each axis; what is set after construction may be one for all."""
         if isinstance(value, Sequence):
             return tuple(value)
         return (value,) * self.dims
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
-        sizes = self._on_every_axis(plain_numbers(value))
+        sizes = self.on_every_axis(plain_numbers(value))
         are_integers = set(map(type, sizes)) == {int}
         if len(sizes) != self.dims or not are_integers or min(sizes) < minimum:
             raise ValueError(
@@ -229,11 +231,9 @@ class DclsLayer(CheckedLayer):
         # torch's convolution functions support neither these modes nor this padding.
         if self.padding_mode != "zeros" or padding == DYNAMIC_SAME:
             input = self.pad_input(input)
-            padding = self._on_every_axis(0)
-        return self._convolve(input, padding)
-
-    def _convolve(self, input: Tensor, padding: Padding) -> Tensor:
-        """Convolve an input with a padding that torch's function supports."""
+            padding = self.on_every_axis(0)
+        if self.dims == 2:
+            return self._convolve_2d(input, padding)
         return self.conv_function(
             input,
             self.clamped_kernel(),
@@ -244,6 +244,34 @@ class DclsLayer(CheckedLayer):
             self.groups,
         )
 
+    def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
+        """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
+        weight = self.weight
+        positions = self.positions
+        bias = self.bias
+        tensors = [input, weight, positions]
+        if bias is not None:
+            tensors.append(bias)
+        eager = is_eager(*tensors) and not is_counting_flops()
+        found = None
+        if eager:
+            settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
+            key = (*settings, *key_of(input, weight, positions, bias))
+            found = self._ways.get(key)
+        if found is None:
+            found = find_way(self, input, padding, eager=eager)
+            if eager:
+                self._ways.keep(key, found)
+        convolve, takes_elements = found
+        if takes_elements:
+            if self.training and torch.compiler.is_compiling():
+                self.clamp_positions_()
+            return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
+        output = convolve(input, bias, self.clamped_kernel())
+        if self.output_dtype is None:
+            return output
+        return output.to(self.output_dtype)
+
     def clamped_kernel(self) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""
         if self.training and not is_exporting():
@@ -252,8 +280,8 @@ class DclsLayer(CheckedLayer):
 
     def pad_input(self, input: Tensor) -> Tensor:
         """Add all padding to the input, for a convolution that does not pad."""
-        extents = list(map(extent, self.kernel_size, self._on_every_axis(self.dilation)))
-        stride = self._on_every_axis(self.stride)
+        extents = list(map(extent, self.kernel_size, self.on_every_axis(self.dilation)))
+        stride = self.on_every_axis(self.stride)
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
         widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
         for before_and_after in reversed(sides):
@@ -266,8 +294,8 @@ class DclsLayer(CheckedLayer):
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""
         defaults = {
-            "padding": self._on_every_axis(0),
-            "dilation": self._on_every_axis(1),
+            "padding": self.on_every_axis(0),
+            "dilation": self.on_every_axis(1),
             "groups": 1,
             "padding_mode": "zeros",
         }
