@@ -187,13 +187,15 @@ class DclsConvNd(DclsLayer):
             device="meta",  # so that initialisation draws no random numbers
         )
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
-        bias = self.bias
+        old_bias: Tensor | None = self.bias
+        bias = old_bias
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
             bias = nn.Parameter(bias.detach())
         conv.bias = bias
         carry_over_(self, conv, exclude=_standard_attributes())
-        if bias is not None and self.bias is not None:
-            bias.requires_grad_(self.bias.requires_grad)
+        if bias is not None and old_bias is not None:
+            # `carry_over_` has given a new bias the weight's `requires_grad`.
+            bias.requires_grad_(old_bias.requires_grad)
         return conv
 
 
