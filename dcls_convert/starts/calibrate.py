@@ -7,7 +7,7 @@ inputs that it has in the old network.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,23 +136,31 @@ def fit_to_outputs_(
     Raises:
         DclsConvertError: The model does not accept the images, or has values that are not finite.
     """
-    solver = _WeightSolver(groups, notify)
-    summing = []
-    for group in groups:
-        if _sums_lines(group.layers[0]):
-            summing.append(group)
-        else:
-            solver.solve_(group, statistics.moments)
-    for part in _parts(summing):
-        notify(f"measuring inputs of {part[0].title}", solver.done, solver.layer_count)
-        moments = _measure(model, part, statistics.calibration, joint=True)
+    layer_count = sum(len(group.layers) for group in groups)
+    done = 0
+    errors: dict[str, float] = {}
+    separate = [group for group in groups if not _sums_lines(group)]
+    summing = [group for group in groups if _sums_lines(group)]
+    for part in (separate, *_parts(summing)):
+        moments_of = statistics.moments
+        if part and _sums_lines(part[0]):
+            notify(f"measuring inputs of {part[0].title}", done, layer_count)
+            moments_of = _measure(model, part, statistics.calibration, joint=True)
         for group in part:
-            solver.solve_(group, moments)
-    return solver.errors
+            for plan, conv, layer in zip(group.layer_plans, group.convs, group.layers, strict=True):
+                progress = f"layer {done + 1} of {layer_count}"
+                notify(f"calibrating {plan.name}, {progress}", done, layer_count)
+                done += 1
+                moments = moments_of[conv]
+                if moments.sample_count:  # the network calls the convolution
+                    moments.check(plan.name)
+                    errors[plan.name] = _solve_weights_(conv, layer, moments)
+    return errors
 
 
-def _sums_lines(layer: DclsConvNd) -> bool:
-    """True if an output channel sums several kernel lines."""
+def _sums_lines(group: LayerGroup) -> bool:
+    """True if an output channel of the group's layers sums several kernel lines."""
+    layer = group.layers[0]
     return layer.in_channels > layer.groups or bool(layer.dense_axes)
 
 
@@ -171,27 +179,6 @@ def _parts(groups: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
         floats += floats_of_group
     if part:
         yield part
-
-
-class _WeightSolver:
-    """Gives layers their weights, and keeps count."""
-
-    def __init__(self, groups: Sequence[LayerGroup], notify: Notify) -> None:
-        self.layer_count = sum(len(group.layers) for group in groups)
-        self.done = 0
-        self.notify = notify
-        self.errors: dict[str, float] = {}  # relative errors of outputs, by layer
-
-    def solve_(self, group: LayerGroup, moments_of: Mapping[nn.Module, InputMoments]) -> None:
-        """Solve for the weights of the layers that were called."""
-        for plan, conv, layer in zip(group.layer_plans, group.convs, group.layers, strict=True):
-            progress = f"layer {self.done + 1} of {self.layer_count}"
-            self.notify(f"calibrating {plan.name}, {progress}", self.done, self.layer_count)
-            self.done += 1
-            moments = moments_of[conv]
-            if moments.sample_count:
-                moments.check(plan.name)
-                self.errors[plan.name] = _solve_weights_(conv, layer, moments)
 
 
 def _solve_weights_(conv: Conv, layer: DclsConvNd, moments: InputMoments) -> float:
