@@ -66,8 +66,8 @@ def pack(
 ):
     """Copy maps into blocks, or back if UNPACK: one block of PACK_CHANNELS channels.
 
-    Maps may have only each STEP_DOWN-th row and each STEP_ACROSS-th column; in blocks, cells that
-    the maps do not have are 0. Strides of maps, and the number of channels, are in units
+    The maps may hold only every STEP_DOWN-th row and every STEP_ACROSS-th column; the cells between
+    them are 0 in the blocks. Strides of maps, and the number of channels, are in units
     of UNIT, which tells the compiler what divides them. If SUM, each block's cells are added up:
     sums (C, M).
     """

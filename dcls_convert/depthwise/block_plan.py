@@ -164,7 +164,7 @@ class BlockPlan(ABC):
         With a stride of 2, zeros come between the gradients.
         """
         blocks = torch.empty_like(inputs)
-        sums = gradients  # without a bias, any tensor that is not written
+        sums = gradients  # without a bias, the kernel ignores it, but it must be a tensor
         if self.has_bias:
             sums = torch.empty(self.blocks_shape[:2], dtype=torch.float32, device=self.device)
         launch, gradients = self.find_pack(gradients, self._pack_gradients_launch)
@@ -226,7 +226,8 @@ class BlockPlan(ABC):
     def convolve(self, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve blocks (C, M, CELLS) to maps (N, C, H', W')."""
         outputs = torch.empty_like(blocks)
-        added = blocks if bias is None else bias.contiguous()  # without a bias, any tensor
+        # Without a bias, the kernel ignores this argument, but it must be a tensor.
+        added = blocks if bias is None else bias.contiguous()
         self._convolve.run(blocks, bank, added, outputs)
         return self._unpack(self._unpack_output, outputs, self.output_shape, self.output_dtype)
 

@@ -2,8 +2,8 @@
 
 Axes: N images, C channels, H x W a map, R x S the window, M blocks of all images.
 
-This module needs Triton. The backward pass is made of kernels too; only where its gradients are to
-be differentiated again, or come in batches, is it made of torch's operations.
+This module needs Triton. The backward pass uses these kernels, too. It uses torch's operations if
+its gradients must be differentiable, or are batched.
 """
 
 from collections.abc import Callable, Sequence

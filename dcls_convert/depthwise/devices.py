@@ -36,7 +36,7 @@ def in_double(tensor: Tensor) -> Tensor:
 def why_no_blocks(device: torch.device) -> str | None:
     """Return why `blocks` cannot be computed on this device; None if they can.
 
-    They need Triton. On CPUs, they are only for its interpreter. The device is examined once, and
+    They need Triton. On a CPU, blocks run only in its interpreter. The device is examined once, and
     if a GPU could compute blocks with another installation, a warning says what it lacks.
     """
     return _why_no_blocks(device)

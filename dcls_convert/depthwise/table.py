@@ -93,7 +93,8 @@ class Way(NamedTuple):
     name: str
     can: Callable[[Case], bool]  # True if it can compute this case
     is_best: Callable[[Case], bool]  # True if no later row is faster
-    # Return the function for a case, from an input and the bias, or tensors like these.
+    # Returns the function that convolves the case. The input and the bias are examples: those of
+    # later calls have the same shape, strides and dtype.
     prepare: Callable[[Case, Tensor, Tensor | None], Convolve]
 
 

@@ -37,8 +37,8 @@ from .bilinear_plain import (
     per_axis,
 )
 
-# Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch gives no
-# thread less work than this.
+# Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch does not
+# divide work into smaller pieces than this.
 BLOCK_ELEMENTS = 32768
 MAX_THREADS = 8  # cap on threads when sizing blocks; bounds memory
 # On other devices, elements x window cells in a block: 256 MiB in float32.

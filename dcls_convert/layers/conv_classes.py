@@ -143,7 +143,7 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if traits is None:
         return (
             f"{class_name} has a forward of its own that is not known here "
-            "(register_conv teaches it)"
+            "(declare it with dcls_convert.register_conv)"
         )
     reason = _why_parameters_unknown(conv, traits)
     if reason is not None:
@@ -180,9 +180,11 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
             expected.add(name)
     if parameters == expected:
         return None
-    unknown = ", ".join(sorted(parameters - expected)) or "none"
-    missing = ", ".join(sorted(expected - parameters)) or "none"
-    return f"it has the parameters {unknown} in place of {missing}"
+    parts: list[str] = []
+    for kind, names in (("unexpected", parameters - expected), ("missing", expected - parameters)):
+        if names:
+            parts.append(f"{kind}: {', '.join(sorted(names))}")
+    return f"its parameters are not those expected: {'; '.join(parts)}"
 
 
 def register_timm_convs() -> None:

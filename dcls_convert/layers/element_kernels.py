@@ -54,9 +54,10 @@ def shares(cell, lower, fraction):
 def interpolate_gradients(
     value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
 ):
-    """Return the gradients of elements: weight, row, column.
+    """Return the gradients of elements (weight, row, column).
 
-    From their values, the gradients of the four cells that each is spread over, and the distances.
+    `value` is their weights; the next four are the gradients of the cells around each; the
+    fractions are its distances from the upper left one.
     """
     top = top_left + (top_right - top_left) * fraction_x
     bottom = bottom_left + (bottom_right - bottom_left) * fraction_x

@@ -38,7 +38,8 @@ class Tieable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tied_to: tuple[Tieable, ...] = ()  # the first layer; in a tuple, it is no child
+        # The first layer, in a tuple because nn.Module would register it as a child.
+        self._tied_to: tuple[Tieable, ...] = ()
 
     def tie_(self, first: "Tieable") -> None:
         """Read the positions (and sigma) of `first` from now on, at each use.
@@ -73,8 +74,8 @@ class Tieable(nn.Module):
             return shared
         if is_sharded(shared) and not is_sharded(weight):
             raise RuntimeError(
-                "FSDP2 shards the positions of this layer elsewhere: give fully_shard the whole "
-                "stage whose layers share them, and not its first block by itself"
+                "FSDP2 has sharded the positions of this layer with another one: give fully_shard "
+                "the whole stage whose layers share them, not its first block alone"
             )
         if shared.device == weight.device:
             return shared

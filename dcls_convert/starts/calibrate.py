@@ -1,9 +1,9 @@
 """Calibration: find values for new layers so that a network keeps its outputs for given images.
 
-One pass of the old network over the images shows what its convolutions see (`moments.py`). This
-says what an error of a kernel costs; with these costs, positions are fitted, and then the weights
-of each layer. Layers do not depend on one another: each keeps what its convolution gives for the
-inputs that it has in the old network.
+One pass of the old network over the images shows what its convolutions see (`moments.py`). From
+this follows what each error of a kernel costs. With these costs, the program first fits the
+positions, then the weights of each layer. Layers do not depend on one another: each keeps what its
+convolution gives for the inputs that it has in the old network.
 """
 
 import contextlib

@@ -83,10 +83,10 @@ def calibrate(
             channels, *spatial), several batches, single images (channels, *spatial), or the items
             of a data loader: lists that begin with a batch. They all stay in memory.
         held_out: Images to compare outputs on, in the same forms as `images`. Nothing is fitted to
-            them. By default, every fifth image is held out. From a folder, at most 40 are held
-            out, and crops of their corners are added if they are larger than the model's images. Of
-            fewer than five images, the second one is held out if they are files, and none if they
-            are tensors. With an empty list, no image is held out.
+            them. By default, every fifth image is held out. From a folder, at most 40 files are
+            held out. If a file is larger than the model's images, four crops of its corners are
+            added. If there are fewer than five images, a folder holds out its second file, and
+            tensors hold out none. With an empty list, no image is held out.
         most_images: Maximum number of images to read from a folder, evenly spread over the order of
             their names; 80 by default. They stay in memory, where an image of 3x224x224 takes
             0.6 MB.
@@ -114,7 +114,9 @@ def calibrate(
                 )
     if isinstance(images, Calibration):
         if held_out is not None:
-            raise DclsConvertError("calibration: a Calibration states what it holds out itself")
+            raise DclsConvertError(
+                "calibration: held_out cannot be given with a Calibration, which has its own"
+            )
         return images
     max_images = CALIBRATION_IMAGES if most_images is None else most_images
 
@@ -189,8 +191,9 @@ def _evaluation_transform(
 ) -> Callable[[Image.Image], Tensor]:
     """Return timm's evaluation transform: resize, crop the centre, normalise.
 
-    For a model that is not timm's, the shorter side is not cropped, and images of the model's size
-    stay as they are. If it is not torchvision's, either, its normalisation must be given.
+    For a model that is not timm's, images are resized to fit by their shorter side, and only the
+    longer side is cropped, so images of the model's size stay as they are. If the model is not
+    torchvision's, either, its normalisation must be given.
     """
     from timm.data import (
         IMAGENET_DEFAULT_MEAN,

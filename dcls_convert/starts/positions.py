@@ -25,8 +25,8 @@ from .boxes import Box
 STEPS_PER_CELL = (4, 2, 1)  # of the grid: the first with which it has at most this many points
 MAX_POINTS = 1200
 MAX_POINTS_BY_COUNT = 300  # for errors at every count, which take more steps
-# All elements move when there are this many times as many as when they last moved. Moving them more
-# often takes longer, and finds hardly better places.
+# All elements are moved again when their number has grown by this factor. Moving them more often
+# takes longer, and finds hardly better places.
 MOVE_AT_GROWTH = 1.5
 MOVE_AT_GROWTH_BY_COUNT = 1.1  # for errors at every count
 REFINEMENTS = 3  # how often the last step is halved, beginning with half a step of the grid

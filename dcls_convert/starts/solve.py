@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RIDGE = 1e-4  # d
+RIDGE = 1e-4  # d, as a share of the mean diagonal of a line's part of F M F'
 MAX_STEPS = 5  # more steps fit the noise of few images
 MIN_RESIDUAL = 1e-4  # share of the first residual, in the norm of the preconditioner
 # Bounds that keep divisors above zero.

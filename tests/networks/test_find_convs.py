@@ -149,7 +149,7 @@ ODD = {
     ),
     "pruned": (
         lambda: prune.l1_unstructured(depthwise(), "weight", 0.5),
-        "it has the parameters weight_orig in place of weight",
+        "its parameters are not those expected: unexpected: weight_orig; missing: weight",
     ),
     "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
 }

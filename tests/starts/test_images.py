@@ -212,7 +212,7 @@ def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
         assert torch.equal(torch.cat(calibration.held_out), others)
     assert not read(tmp_path, held_out=()).held_out
     assert shades(read(tmp_path, held_out=tmp_path).held_out) == shades(from_folder.batches)
-    with pytest.raises(DclsConvertError, match="states what it holds out itself"):
+    with pytest.raises(DclsConvertError, match="a Calibration, which has its own"):
         calibrate(*model_and_plan, from_folder, held_out=others)
 
 
