@@ -31,8 +31,8 @@ from .layouts import BLOCK_SIDE
 
 SIDE = tl.constexpr(BLOCK_SIDE)
 CELLS = tl.constexpr(BLOCK_SIDE * BLOCK_SIDE)
-PACK_CHANNELS = tl.constexpr(64)  # of one program of `pack`
-SUMMED_BLOCKS = tl.constexpr(1024)  # that `gradient_of_bias` adds at once
+PACK_CHANNELS = tl.constexpr(64)  # channels that one program of `pack` copies
+SUMMED_BLOCKS = tl.constexpr(1024)  # blocks that `gradient_of_bias` adds at once
 GATHERED = tl.constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
 
 STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]

@@ -52,9 +52,9 @@ class BlockPlan(ABC):
             output and the input's gradient have its memory format.
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
-        dtype: Of the blocks: bfloat16, float16 or float32.
+        dtype: The dtype of the blocks: bfloat16, float16 or float32.
         has_bias: Whether a bias is added.
-        output_dtype: Of the output. Default: that of the blocks.
+        output_dtype: The dtype of the output. Default: that of the blocks.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class BlockPlan(ABC):
         With a stride of 2, zeros come between the gradients.
         """
         blocks = torch.empty_like(inputs)
-        sums = gradients  # without a bias, the kernel ignores it, but it must be a tensor
+        sums = gradients  # without a bias, the kernel ignores them, but it must get a tensor
         if self.has_bias:
             sums = torch.empty(self.blocks_shape[:2], dtype=torch.float32, device=self.device)
         launch, gradients = self.find_pack(gradients, self._pack_gradients_launch)

@@ -46,7 +46,7 @@ class Launch:
         self.grid = grid
         self.arguments = (*sizes, *constants)
         self.options = {"num_warps": warps, "num_stages": stages}
-        self.run: Callable[..., None] = self._first_run  # with these tensors
+        self.run: Callable[..., None] = self._first_run  # launches with these tensors
 
     def _first_run(self, *tensors: Tensor) -> None:
         if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):

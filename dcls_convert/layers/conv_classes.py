@@ -183,7 +183,7 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
     parts: list[str] = []
     for kind, names in (("unexpected", parameters - expected), ("missing", expected - parameters)):
         if names:
-            parts.append(f"{kind}: {', '.join(sorted(names))}")
+            parts.append(f"{kind} {', '.join(sorted(names))}")
     return f"its parameters are not those expected: {'; '.join(parts)}"
 
 

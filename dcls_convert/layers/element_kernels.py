@@ -23,9 +23,9 @@ from ..depthwise.block_kernels import (
     sum_diagonals,
 )
 
-WINDOW_CELLS = tl.constexpr(512)  # of one program of `construct`
-ELEMENTS = tl.constexpr(512)  # of one program of `element_gradients_of_windows`
-ELEMENTS_IN_PRODUCT = tl.constexpr(32)  # of one product in `make_matrix`
+WINDOW_CELLS = tl.constexpr(512)  # cells that one program of `construct` makes
+ELEMENTS = tl.constexpr(512)  # elements in a program of `element_gradients_of_windows`
+ELEMENTS_IN_PRODUCT = tl.constexpr(32)  # elements in one product of `make_matrix`
 NEAR = tl.constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along each axis
 
 

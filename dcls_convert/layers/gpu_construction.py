@@ -36,7 +36,7 @@ class ElementPlan(BlockPlan):
     """A plan whose bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E).
 
     Args:
-        elements: Of a kernel.
+        elements: Number of elements of a kernel.
         clamps: Whether positions are clamped in place, too.
         maps, window, stride, dtype, has_bias, output_dtype: See `BlockPlan`.
     """

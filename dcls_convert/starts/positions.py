@@ -58,7 +58,7 @@ def fit_lines(
         targets: Kernel lines (N, L, S).
         count: Elements E of each kernel.
         box: Box within which the kernels are fitted.
-        roots: Of the lines; without them, an error e costs |e|^2.
+        roots: Roots of the lines; without them, an error e costs |e|^2.
     """
     positions = []
     weights = []

@@ -149,7 +149,7 @@ ODD = {
     ),
     "pruned": (
         lambda: prune.l1_unstructured(depthwise(), "weight", 0.5),
-        "its parameters are not those expected: unexpected: weight_orig; missing: weight",
+        "its parameters are not those expected: unexpected weight_orig; missing weight",
     ),
     "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
 }
