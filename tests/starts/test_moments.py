@@ -42,13 +42,16 @@ def make_case(name):
     conv, size, dense = CASES[name]
     conv = copy.deepcopy(conv).double()
     torch.manual_seed(0)
+    conv.reset_parameters()
     dims = len(conv.kernel_size)
     layer = DCLS_LAYERS[dims].from_conv_without_values(conv, 4, size, "bilinear", dense)
     box = Box(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, "bilinear", dense)
     with torch.no_grad():
         layer.weight.normal_()
-        for axis, (first, side) in enumerate(zip(box.origin, box.sides, strict=True)):
-            layer.positions[axis].uniform_(first, first + side - 1)
+        for positions, first, side in zip(layer.positions, box.origin, box.sides, strict=True):
+            # In another order for each kernel. None of them coincide, where the ridge would show.
+            grid = torch.linspace(first, first + side - 1, layer.kernel_count)
+            positions.copy_(grid[torch.rand_like(positions).argsort(-1)])
     images = torch.randn(5, conv.in_channels, *(9, 11, 12)[-dims:]) + 1
     return conv, layer.double(), box, images.double()
 
