@@ -12,7 +12,7 @@ from ..reports.outcome import outcome_sentences
 
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
-    "In a short training, compare with positions that are spread: kernel or uniform.",
+    "In a short training, also try --positions kernel.",
 )
 
 
