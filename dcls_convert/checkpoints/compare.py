@@ -82,9 +82,8 @@ class Comparison:
     """What loading a folder has shown."""
 
     difference: str | None = None  # from the model that was saved
-    not_compared: str | None = (
-        None  # why outputs were not compared, although names and shapes agree
-    )
+    # Why outputs were not compared, although names and shapes agree.
+    not_compared: str | None = None
 
 
 def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> Comparison:

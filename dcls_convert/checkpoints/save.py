@@ -138,7 +138,7 @@ def _as_it_is(
     if source is not None:
         plan = plan_for_source(resolve_model(source), plan)
     elif plan.source is None and not is_saved:
-        built_by = stated_source(model)  # a plan for `find_convs` does not state it
+        built_by = stated_source(model)  # a plan made from `find_convs` does not state it
         if built_by is not None:
             plan = plan_for_source(built_by, plan)
     state = clamped_state_(model)
