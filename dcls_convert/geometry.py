@@ -141,23 +141,22 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
     return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
 
 
-def keeps_centre(cells: int, extent: int, stride: int) -> bool:
+def keeps_centre(cells: int, old_extent: int, stride: int) -> bool:
     """True if this padding keeps each output over the middle of what the kernel sees.
 
-    `cells` are added on either side of an axis. Both sides together must have from `extent -
-    stride` to `extent - 1` cells; for an even kernel, they may have one cell less or more.
+    `cells` are added on either side of an axis. Both sides together must have from
+    `old_extent - stride` to `old_extent - 1` cells; for an even kernel, they may have one cell less
+    or more.
 
     These paddings do not keep the centre: none (valid convolutions, patches, maps padded
-    elsewhere), and `extent - 1` cells on either side (causal, if the tail is cut off).
+    elsewhere), and `old_extent - 1` cells on either side (causal, if the tail is cut off).
     """
-    if extent == 1:
+    if old_extent == 1:
         return cells == 0
-    if cells in (0, extent - 1):
+    if cells in (0, old_extent - 1):
         return False
-    rounding = 0
-    if extent % 2 == 0:
-        rounding = 1
-    return extent - stride - rounding <= 2 * cells <= extent - 1 + rounding
+    rounding = 1 - old_extent % 2  # an even kernel has no cell in its middle
+    return old_extent - stride - rounding <= 2 * cells <= old_extent - 1 + rounding
 
 
 def padded_cells(

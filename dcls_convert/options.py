@@ -59,15 +59,15 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
         raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
 
 
-def check_even(growth: str) -> None:
-    """Check that a growth, a text that matches GROWTH, is even.
+def even_growth(growth: str) -> str:
+    """Return a growth, a text that matches GROWTH, if it is even.
 
     Raises:
         ValueError: It is odd. The message suggests even ones.
     """
     cells = int(growth)
     if cells % 2 == 0:
-        return
+        return growth
     allowed = f"+{cells + 1}"
     if cells > MIN_GROWTH:
         allowed = f"+{cells - 1} or {allowed}"

@@ -125,6 +125,4 @@ def check_picture(path: Path) -> None:
 def check_figure_library() -> None:
     """Refuse (DclsConvertError) `--picture` if matplotlib is not installed."""
     if find_spec(FIGURE_LIBRARY) is None:
-        raise DclsConvertError(
-            f"--picture needs {FIGURE_LIBRARY}: pip install 'dcls-convert[plot]'"
-        )
+        raise DclsConvertError(f"--picture needs {FIGURE_LIBRARY}: pip install {FIGURE_LIBRARY}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
-from ..networks.find_convs import find_convs_for
+from ..networks.find_convs import find_convs_for, parameter_count
 from ..networks.pretrained_cfg import stated_args
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
@@ -103,7 +103,7 @@ def plan_without_source(model: nn.Module, plan: ConversionPlan) -> ConversionPla
     """
     own = replace(plan, model=None, model_args={})
     added = predict_report(plan).params.delta or 0
-    params = sum(parameter.numel() for parameter in model.parameters()) - added
+    params = parameter_count(model) - added
     if params == plan.params:
         return own
     return replace(

@@ -16,9 +16,13 @@ from torch import Tensor, nn
 
 from ..networks.input_tensors import Inputs, pixel_count
 from ..networks.inputs import random_arguments
-from ..networks.measure import without_small_parameters
 from ..networks.model_outputs import relative_error, tensors_in
-from ..networks.model_state import eval_mode, image_dtype, run_batch
+from ..networks.model_state import (
+    eval_mode,
+    image_dtype,
+    run_batch,
+    without_small_parameters,
+)
 from ..networks.process_settings import full_precision, ignored_warnings, seeded
 from ..networks.wrappers import COMPILED
 from ..options import MAX_PIXELS

@@ -20,7 +20,7 @@ from .apply_plan import apply_plan_
 from .authors import check_elements, convert_with_authors_elements_
 from .load import build_network, load
 from .outputs import compare_with_outputs_before, outputs_before_conversion
-from .plan_network import check_stored_plan, must_measure_counts, plan_network
+from .plan_network import are_counts_chosen_by_error, check_stored_plan, plan_network
 from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest, RequestWeights
 
@@ -65,7 +65,7 @@ def carry_out(
     loaded = load(request, notify=notify, note=note)
     check_elements(request, loaded.weights, note)
     notify("planning")
-    must_measure = plan is None and must_measure_counts(loaded)
+    chooses_counts = plan is None and are_counts_chosen_by_error(loaded)
     if plan is None:
         plan = plan_network(loaded, request.options)
     else:
@@ -88,7 +88,7 @@ def carry_out(
     loaded = replace(loaded, weights=None)
     images = _read_images(request, network, plan, note)
     statistics = None
-    if must_measure:
+    if chooses_counts:
         counts, statistics = choose_counts_by_error(
             network,
             plan,

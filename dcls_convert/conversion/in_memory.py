@@ -128,18 +128,9 @@ def convert_(
         std=std,
         seed=seed,
     )
-
-    def warn_before_changes(planned: Conversion) -> None:
-        messages = options_without_effect(request)
-        if planned.plan.not_measured is not None:
-            messages.append(not_measured_text(planned.plan.not_measured))
-        for message in messages:
-            # Called by `carry_out`, which this function calls, which the user calls.
-            warnings.warn(message, stacklevel=4)
-
     with show_progress_in_python(type(model).__name__, progress) as notify:
         return carry_out(
-            request, approve=warn_before_changes, notify=notify, note=logger.info
+            request, approve=_warn_before_changes, notify=notify, note=logger.info
         ).report
 
 
@@ -189,9 +180,14 @@ def convert_from_authors_(
         needs_authors_elements=True,
         authors_version=version,
     )
+    return carry_out(request, approve=_warn_before_changes, note=logger.info).report
 
-    def warn_before_changes(planned: Conversion) -> None:
-        if planned.plan.not_measured is not None:
-            warnings.warn(not_measured_text(planned.plan.not_measured), stacklevel=4)
 
-    return carry_out(request, approve=warn_before_changes, note=logger.info).report
+def _warn_before_changes(planned: Conversion) -> None:
+    """Warn of options without effect, and if the network was not measured."""
+    messages = options_without_effect(planned.request)
+    if planned.plan.not_measured is not None:
+        messages.append(not_measured_text(planned.plan.not_measured))
+    for message in messages:
+        # Called by `carry_out`, which a public function calls, which the user calls.
+        warnings.warn(message, stacklevel=4)

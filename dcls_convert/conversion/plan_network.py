@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ..errors import PlanError
 from ..geometry import size_text
+from ..networks.find_convs import parameter_count
 from ..networks.input_tensors import inputs_text
 from ..networks.pretrained_cfg import stated_source
 from ..networks.source import ModelSource
@@ -23,8 +24,8 @@ from .authors import counts_of_elements, translate_authors_elements
 from .load import LoadedNetwork
 
 
-def must_measure_counts(loaded: LoadedNetwork) -> bool:
-    """True if the error of each layer chooses its count, so that the network has to be fitted."""
+def are_counts_chosen_by_error(loaded: LoadedNetwork) -> bool:
+    """True if counts are chosen by the error of each layer, which needs the network's kernels."""
     request = loaded.request
     if loaded.authors_weights is not None or request.init == EXACT:
         return False
@@ -36,14 +37,14 @@ def must_measure_counts(loaded: LoadedNetwork) -> bool:
 
 
 def plan_network(
-    loaded: LoadedNetwork, options: PlanOptions, measured_counts: LayerCounts | None = None
+    loaded: LoadedNetwork, options: PlanOptions, counts_by_error: LayerCounts | None = None
 ) -> ConversionPlan:
     """Decide what the options leave open, and make the plan.
 
     Args:
         loaded: The network.
         options: The request's own options, or those of a row of a sweep.
-        measured_counts: Counts chosen by the error of each layer. Where they have still to be
+        counts_by_error: Counts chosen by the error of each layer. Where they have still to be
             measured, the plan has those of the scope "model".
 
     Raises:
@@ -51,13 +52,13 @@ def plan_network(
     """
     request = loaded.request
     authors_weights = loaded.authors_weights
-    known_counts = measured_counts
+    known_counts = counts_by_error
     if authors_weights is not None:
         options = replace(options, kernel_count=AUTO)
         known_counts = counts_of_elements(authors_weights)
     elif request.init == EXACT:
         options = replace(options, kernel_count=EXACT)
-    elif measured_counts is not None:
+    elif counts_by_error is not None:
         options = replace(options, scope=ERROR_SCOPE)
     elif options.kernel_count == AUTO:
         options = replace(options, scope="model")
@@ -82,7 +83,7 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
     if plan.source not in (found, stated_source(loaded.structure)):
         raise PlanError(f"the plan is for {_described(plan.source)}, not for {_described(found)}")
     find_planned_convs(loaded.structure, plan)  # may raise
-    params = sum(parameter.numel() for parameter in loaded.structure.parameters())
+    params = parameter_count(loaded.structure)
     if params != plan.params:
         raise PlanError(
             f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"

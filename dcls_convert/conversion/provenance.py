@@ -21,12 +21,9 @@ from .request import ConversionRequest
 
 # On a converted model; copies and pickles keep it.
 PROVENANCE_ATTRIBUTE = "dcls_provenance"
-# Fields of a request that are not recorded as options. The first five have entries of their own,
-# `options` is recorded field by field, and the others do not change the result.
-NOT_OPTIONS = (
-    *("model", "command", "seed", "weights", "pretrained"),
-    *("options", "needs_authors_elements", "dry_run"),
-)
+# Fields of a request that the record has elsewhere: in entries of their own, or field by field.
+RECORDED_APART = ("model", "command", "seed", "weights", "pretrained", "options")
+WITHOUT_EFFECT = ("needs_authors_elements", "dry_run")  # on the result
 # Options that name a file, or are in memory.
 FILE_OPTIONS = ("rules", "calibration", "held_out", "plan_folder", "example_inputs")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
@@ -70,7 +67,7 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
     for record in records:
         for option in fields(record):
             value = getattr(record, option.name)
-            if option.name in NOT_OPTIONS or value is None:
+            if option.name in RECORDED_APART + WITHOUT_EFFECT or value is None:
                 continue
             value = _plain_value(option.name, value)
             if value != option.default:

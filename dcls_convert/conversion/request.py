@@ -107,9 +107,8 @@ class RequestWeights:
     # Elements of the authors' layers, if there are any, by layer name and kind: see `authors.py`.
     elements: "Mapping[str, Mapping[str, Tensor]]"
     entries: "Mapping[str, Tensor]"  # all other tensors
-    new_classifier: Collection[
-        str
-    ]  # names of the tensors of a new classifier, which `entries` lacks
+    # Names of the tensors of a new classifier, which `entries` lacks.
+    new_classifier: Collection[str]
 
 
 def options_without_effect(request: ConversionRequest) -> list[str]:

@@ -11,6 +11,7 @@ from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_check
 from ..checkpoints.load import load_state
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
+from ..networks.find_convs import parameter_count
 from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_count
 from ..networks.model_outputs import check_close
 from ..networks.source import resolve_model
@@ -24,7 +25,6 @@ from .folded_model import (
     ExportReport,
     FoldedModel,
     arguments_for,
-    parameter_count,
     run_model,
 )
 from .formats import SUFFIXES, FormatName
@@ -126,7 +126,7 @@ def _check_onnx_packages() -> None:
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise DclsConvertError(
-            f"format onnx needs {join_with_and(missing)}: pip install 'dcls-convert[export]'"
+            f"format onnx needs {join_with_and(missing)}: pip install {' '.join(missing)}"
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
 from ..errors import ModelError
+from ..networks.find_convs import parameter_count
 from ..networks.input_tensors import Inputs, with_batch
 from ..networks.inputs import Arguments, random_arguments
 from ..networks.model_state import image_dtype
@@ -84,11 +85,6 @@ class FoldedModel:
 def arguments_for(model: nn.Module, inputs: Inputs, batch: int = COMPARED_IMAGES) -> Arguments:
     """Return random arguments for a batch of this size, in the model's dtype."""
     return random_arguments(with_batch(inputs, batch), dtype=image_dtype(model))
-
-
-def parameter_count(network: nn.Module) -> int:
-    """Return the number of all parameters."""
-    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def run_model(model: Callable[..., Any], arguments: Arguments, subject: str) -> Any:

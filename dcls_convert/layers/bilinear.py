@@ -118,9 +118,8 @@ class _BilinearKernel(Function):
             return grad_weight, grad_cells, None
         flat_weight = weight.flatten(0, -2)  # (N, E)
         flat_cells = cells.flatten(1, -2)  # (A, N, E)
-        flat_grad_output = grad_output.reshape(
-            flat_weight.shape[0], math.prod(size)
-        )  # (N, cells of the window)
+        # (N, cells of the window)
+        flat_grad_output = grad_output.reshape(len(flat_weight), math.prod(size))
         grad_weights: list[Tensor] = []
         grad_coordinates: list[Tensor] = []
         for block_grad, block_weight, block_cells in _blocks(

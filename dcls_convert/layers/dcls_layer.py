@@ -41,7 +41,7 @@ from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
-from .ways import Ways, find_way, key_of
+from .ways import Ways, key_of, prepare_way
 
 IntOrTuple = int | Sequence[int]
 
@@ -259,7 +259,7 @@ class DclsLayer(CheckedLayer):
             key = (*settings, *key_of(input, weight, positions, bias))
             found = self._ways.get(key)
         if found is None:
-            found = find_way(self, input, padding, eager=eager)
+            found = prepare_way(self, input, padding, eager=eager)
             if eager:
                 self._ways.keep(key, found)
         convolve, takes_elements = found

@@ -57,8 +57,11 @@ def key_of(
     )
 
 
-def find_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> FoundWay:
-    """Find how a 2-D layer convolves an input with a padding that torch's function supports."""
+def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> FoundWay:
+    """Return how a 2-D layer convolves inputs like this one.
+
+    The padding must be one that torch's function supports.
+    """
     weight: Tensor = layer.weight
     positions: Tensor = layer.positions
     bias: Tensor | None = layer.bias

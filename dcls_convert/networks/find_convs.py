@@ -114,7 +114,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     is_own = not is_library_code(model)
     traced, macs_note = _try_trace(model, inputs, is_own=is_own)
     reasons = _why_skipped(model, names_of, traced)
-    measured = Measured({}, {})
+    measured = Measured()
     if is_own:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
         measured = _measure(model, convs, inputs)
@@ -146,12 +146,12 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
-        params=_parameter_count(model),
+        params=parameter_count(model),
         macs=None if traced is None else traced.macs,
         inputs=inputs,
         input_size=as_image_size(inputs, _dims(model)),
         macs_note=macs_note,
-        not_measured=measured.gap,
+        not_measured=measured.not_measured,
         stages_from=stages.found_by,
     )
 
@@ -183,18 +183,17 @@ def _why_skipped(
 def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: Inputs | None) -> Measured:
     """Measure a network that is not a library's; where that is not possible, say why."""
     if not convs:
-        return Measured({}, {})
-    gap = None
+        return Measured()
     if inputs is None:
-        gap = f"no input size is known; give input_size ({OTHER_INPUTS})"
+        reason = f"no input size is known; give input_size ({OTHER_INPUTS})"
     elif not _has_values(model):
-        gap = "it has parameters without values, on the meta device or lazy"
+        reason = "it has parameters without values, on the meta device or lazy"
     else:
         try:
             return measure(model, cast(Mapping[str, Conv], convs), inputs)
         except CannotMeasureError as error:
-            gap = str(error)
-    return Measured({}, {}, gap)
+            reason = str(error)
+    return Measured(not_measured=reason)
 
 
 def _convs_with_names(model: nn.Module) -> dict[AnyConv, list[str]]:
@@ -233,13 +232,13 @@ def _try_trace(
         return None, "the model has lazy layers; run it once"
     has_values = _has_values(model)
     is_too_large = pixel_count(inputs) > MAX_PIXELS
-    ways: list[bool] = []  # on meta or not
+    tries_on_meta: list[bool] = []
     if not is_own or not has_values or is_too_large:
-        ways.append(True)
+        tries_on_meta.append(True)
     if has_values and not is_too_large:
-        ways.append(False)
+        tries_on_meta.append(False)
     problem = ""
-    for on_meta in ways:
+    for on_meta in tries_on_meta:
         try:
             return trace(model, inputs, on_meta=on_meta), None
         except Exception as error:  # any model code may run here; the model can still be converted
@@ -263,7 +262,7 @@ def _output_strides(traced: Trace | None, inputs: Inputs | None) -> dict[str, Ou
     return strides
 
 
-def _parameter_count(model: nn.Module) -> int:
+def parameter_count(model: nn.Module) -> int:
     """Count the parameters, except those of lazy layers, which have no size yet."""
     return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
 

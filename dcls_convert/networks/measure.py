@@ -13,7 +13,7 @@ Afterwards, everything is as it was, also after an error.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import random_arguments
 from .model_outputs import comparable, relative_error, tensors_in
-from .model_state import eval_mode, restored_values, run_batch
+from .model_state import eval_mode, restored_values, run_batch, without_small_parameters
 from .process_settings import full_precision, seeded, suppress_output
 from .sides import (
     PLACES,
@@ -44,7 +44,6 @@ LIBRARIES = ("timm.", "torch.", "torchvision.")
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
 # adds numbers in no fixed order.
 TOLERANCE = 1e-6
-SMALL = 1e-2  # a parameter below it, such as a new layer scale, hides what is behind it
 TOO_LITTLE_MEMORY = "memory does not suffice"
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
@@ -61,14 +60,15 @@ class CannotMeasureError(Exception):
     """The network cannot be measured; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """What a measurement found, by the names of convolutions."""
 
-    reasons: dict[str, str]  # what would happen if a convolution were replaced
+    # What would happen if a convolution were replaced.
+    reasons: dict[str, str] = field(default_factory=dict)
     # Axes along which it must not grow, or outputs would look to a side to which they do not look.
-    one_sided_axes: dict[str, tuple[int, ...]]
-    gap: str | None = None  # why something could not be measured; None if everything was
+    one_sided_axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    not_measured: str | None = None  # why something could not be measured; None if everything was
 
 
 def is_library_code(model: nn.Module) -> bool:
@@ -116,8 +116,8 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         try:
             axes = network.find_one_sided([name for name in convs if name not in reasons])
         except CannotMeasureError as error:
-            return Measured(reasons, {}, str(error))
-    return Measured(reasons, axes)
+            return Measured(reasons=reasons, not_measured=str(error))
+    return Measured(reasons=reasons, one_sided_axes=axes)
 
 
 class _Measurement:
@@ -186,6 +186,7 @@ class _Measurement:
         reasons: dict[str, str] = {}
 
         def change(group: Sequence[str]) -> bool:
+            # Bisection tries smaller and smaller groups, so the last reason of a name is its own.
             reason = self._what_changes(group)
             if reason is not None:
                 reasons.update(dict.fromkeys(group, reason))
@@ -311,34 +312,6 @@ def _counted_calls(convs: Mapping[str, Conv]) -> Iterator[dict[str, int]]:
 
             hooks.enter_context(conv.register_forward_pre_hook(count))
         yield calls
-
-
-@contextlib.contextmanager
-def without_small_parameters(model: nn.Module) -> Iterator[bool]:
-    """Give parameters that are (nearly) zero larger values inside the block.
-
-    A small parameter, such as a new layer scale, hides from the outputs what is behind it. Yields
-    whether there are any.
-    """
-    generator = torch.Generator().manual_seed(1)
-    kept: list[tuple[Tensor, Tensor]] = []
-    try:
-        for parameter in model.parameters():
-            if not parameter.is_floating_point() or not parameter.numel():
-                continue
-            with contextlib.suppress(RuntimeError):  # torch cannot change some kinds in place
-                if parameter.detach().abs().max() >= SMALL:
-                    continue
-                old = parameter.detach().clone()
-                parameter.data.copy_(old)  # if torch cannot change it, it is not kept
-                scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
-                values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
-                kept.append((parameter, old))
-                parameter.data.copy_(values * scale)
-        yield bool(kept)
-    finally:
-        for changed, values in kept:
-            changed.data.copy_(values)
 
 
 def _culprits(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:

@@ -4,6 +4,7 @@
 - `restored_values` restores the values of parameters.
 - `run_batch` and `without_values` restore the containers of the modules: their attributes,
   parameters, buffers, children and hooks, and the network's own lists, sets and dictionaries.
+- `without_small_parameters` restores parameters to which it gave larger values.
 - `unchanged_on_failure` restores containers and the values of given tensors, if its block fails.
 """
 
@@ -18,6 +19,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
+
+SMALL = 1e-2  # a parameter below it, such as a new layer scale, hides what is behind it
 
 
 @contextlib.contextmanager
@@ -159,6 +162,34 @@ def restored_values(model: nn.Module) -> Iterator[Callable[[], None]]:
         yield restore
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def without_small_parameters(model: nn.Module) -> Iterator[bool]:
+    """Give parameters that are (nearly) zero larger values inside the block.
+
+    A small parameter, such as a new layer scale, hides from the outputs what is behind it. Yields
+    whether there are any.
+    """
+    generator = torch.Generator().manual_seed(1)
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            with contextlib.suppress(RuntimeError):  # torch cannot change some kinds in place
+                if parameter.detach().abs().max() >= SMALL:
+                    continue
+                old = parameter.detach().clone()
+                parameter.data.copy_(old)  # if torch cannot change it, it is not kept
+                scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
+                values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
+                kept.append((parameter, old))
+                parameter.data.copy_(values * scale)
+        yield bool(kept)
+    finally:
+        for changed, values in kept:
+            changed.data.copy_(values)
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:

@@ -85,6 +85,7 @@ def exclude_from_weight_decay_(model: nn.Module) -> None:
     """
     names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
     names = {*names_of_class(model), *no_weight_decay(model)}
+    # Not a lambda, which could not be pickled with the model.
     vars(model)[NO_WEIGHT_DECAY] = partial(_copied, names)
 
 

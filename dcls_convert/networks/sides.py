@@ -250,7 +250,9 @@ def _changed_along(
 
 def _possible_ratios(ratio: float) -> set[float]:
     """Return how many input cells an output cell may cover, given the ratio of their numbers."""
-    return {1, round(ratio) if ratio >= 0.75 else 1 / round(1 / ratio)}
+    if ratio >= 1:
+        return {1, round(ratio)}
+    return {1, 1 / round(1 / ratio)}
 
 
 def _reach(

@@ -96,13 +96,14 @@ def _layer_without_values(conv: Conv, *, growth: int, axis: int | None = None) -
     sees a difference.
     """
     window = [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
-    growing = [index for index, size in enumerate(window) if size > 1] or [len(window) - 1]
-    for index in growing if axis is None else [axis]:
+    several = [index for index, size in enumerate(window) if size > 1] or [len(window) - 1]
+    grown = several if axis is None else [axis]
+    for index in grown:
         window[index] += growth
     return DCLS_LAYERS[len(window)].from_conv_without_values(
         conv,
         kernel_count=conv.kernel_size[-1] + 1,
         dilated_kernel_size=window,
         interpolation="bilinear",
-        dense_axes=[index for index in range(len(window)) if index not in growing],
+        dense_axes=[index for index in range(len(window)) if index not in several],
     )

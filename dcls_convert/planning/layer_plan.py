@@ -159,7 +159,7 @@ class LayerPlan(OldConv):
         """Parameters of positions and sigma; tied ones count in the first layer of their group."""
         if self.folded or self.owner is not None:
             return 0
-        return self.weight_params * self.coordinates_per_element
+        return self.lines * self.kernel_count * self.coordinates_per_element
 
     @property
     def macs_before(self) -> int | None:

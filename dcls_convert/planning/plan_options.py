@@ -20,7 +20,7 @@ from ..options import (
     Scope,
     Tie,
     check_choice,
-    check_even,
+    even_growth,
     parse_percent,
 )
 from ..text import shortened
@@ -75,7 +75,7 @@ def _check_size(size: int | Sequence[int] | str) -> None:
         return
     if isinstance(size, str) and re.fullmatch(GROWTH, size):
         try:
-            check_even(size)
+            even_growth(size)
         except ValueError as error:
             raise PlanError(f"dilated size: {error}") from None
         return

@@ -24,7 +24,7 @@ from ..options import (
     MAX_SIDE,
     InterpolationName,
     Kind,
-    check_even,
+    even_growth,
 )
 from ..text import one_line, shortened
 from .paths import matches_path
@@ -75,18 +75,13 @@ class Range(_Strict):
         return " and ".join(ends)
 
 
-def _even_growth(text: str) -> str:
-    check_even(text)
-    return text
-
-
 Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
 Size = Side | Annotated[list[Side], Field(min_length=1, max_length=3)]
 Growth = Annotated[
     str,
     # The schema refuses odd growths, too; the program's error names the nearest even ones.
     Field(pattern=f"^{GROWTH}$", json_schema_extra={"pattern": f"^{EVEN_GROWTH}$"}),
-    AfterValidator(_even_growth),
+    AfterValidator(even_growth),
 ]
 Globs = str | Annotated[list[str], Field(min_length=1)]
 

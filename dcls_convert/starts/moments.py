@@ -84,18 +84,20 @@ class InputMoments:
         """
         layer = self.layer
         dims = layer.dims
-        patches = images
-        for axis in range(dims):
+        patches = images  # (N, channels, *padded map)
+        for axis in range(dims):  # -> (N, channels, *places, *window)
             patches = patches.unfold(2 + axis, layer.kernel_size[axis], layer.stride[axis])
+        # -> (N, channels, *places, *patch)
         for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
             patches = patches.narrow(2 + dims + axis, first + layer.kernel_size[axis] // 2, side)
         places = math.prod(patches.shape[2 : 2 + dims])
         nth = max(1, round((places / SAMPLES_PER_IMAGE) ** (1 / dims)))
-        for axis in range(2, 2 + dims):
+        for axis in range(2, 2 + dims):  # keep every n-th place
             length = patches.shape[axis]
             first = min(nth // 2, length - 1)
             patches = patches[(slice(None),) * axis + (slice(first, None, nth),)]
         patch_axes = [2 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
+        # -> (channels, *dense sides, *box sides, N, *places)
         patches = patches.permute(1, *patch_axes, 0, *range(2, 2 + dims))
         if self.line_groups == layer.groups:
             return torch.unflatten(patches, 0, (layer.groups, -1))
@@ -115,6 +117,7 @@ class InputMoments:
         """Return E[xx'] over the patches x: (G, R * S, R * S)."""
         assert self._origin is not None
         origin = self._origin.double()
+        # With x = o + y, where o is the origin: E[xx'] = E[yy'] + o E[x]' + E[y] o'.
         products = self._products / self.sample_count
         products.baddbmm_(origin.unsqueeze(2), self.mean.unsqueeze(1))
         return products.baddbmm_(self._mean_from_origin.unsqueeze(2), origin.unsqueeze(1))
@@ -122,7 +125,7 @@ class InputMoments:
     def covariance(self) -> Tensor:
         """Return the covariance of the patches: (G, R * S, R * S)."""
         mean = self._mean_from_origin
-        covariance = self._products / self.sample_count
+        covariance = self._products / self.sample_count  # E[yy'], less E[y] E[y]'
         return covariance.baddbmm_(mean.unsqueeze(2), mean.unsqueeze(1), alpha=-1)
 
     def costs(self) -> Tensor:
@@ -137,14 +140,14 @@ class InputMoments:
         """
         costs = self.products()
         cells = math.prod(self.box.sides)
-        squares = costs.diagonal(dim1=1, dim2=2).reshape(self.line_groups, -1, cells)
-        squares = squares.mean(-1)  # (G, R)
-        squares = squares.maximum(MIN_SQUARE_SHARE * squares.mean() + MIN_SQUARE)
-        squares = squares.repeat_interleave(cells, dim=1)  # (G, R * S)
-        costs.diagonal(dim1=1, dim2=2).add_(KERNEL_PRIOR * squares)
-        if self.patch_length == cells:
-            squares = squares.unsqueeze(2)
-            costs += SHARED_CORRELATION * (self.covariance() / squares).mean(0) * squares
+        diagonal = costs.diagonal(dim1=1, dim2=2)
+        squares = diagonal.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
+        least = MIN_SQUARE_SHARE * squares.mean() + MIN_SQUARE
+        u = squares.maximum(least).repeat_interleave(cells, dim=1)  # (G, R * S)
+        diagonal.add_(KERNEL_PRIOR * u)
+        if self.patch_length == cells:  # each line is a group of its own
+            shared = (self.covariance() / u.unsqueeze(2)).mean(0)  # (S, S)
+            costs += SHARED_CORRELATION * shared * u.unsqueeze(2)
         return costs
 
     def output_error(self, old: Tensor, new: Tensor, bias: Tensor | float) -> float:

@@ -44,7 +44,7 @@ def solve_weights(costs: Tensor, footprint: Tensor, old: Tensor, start: Tensor) 
     """
     system = _make_system(costs, footprint)
     x = start
-    r = system.forces(old - system.kernel(start))
+    r = system.gradient(old - system.kernel(start))
     d = z = system.precondition(r)
     rz = rz_first = system.dot(r, z)
     for _ in range(2 if system.lines_of_channel == 1 else MAX_STEPS):
@@ -80,8 +80,8 @@ class _System:
         """Return F'w for weights (N, E): (N, S)."""
         return (weights.unsqueeze(1) @ self.footprint).squeeze(1)
 
-    def forces(self, kernel: Tensor) -> Tensor:
-        """Return F M k for lines k (N, S): (N, E)."""
+    def gradient(self, kernel: Tensor) -> Tensor:
+        """Return F M k for lines k (N, S), the gradient of k'Mk / 2 by the weights: (N, E)."""
         groups, length, _ = self.costs.shape
         by_channel = kernel.reshape(groups, -1, length)
         product = (by_channel.to(self.costs) @ self.costs).to(kernel)
@@ -89,7 +89,7 @@ class _System:
 
     def apply(self, weights: Tensor) -> Tensor:
         """Return the left side of the system for weights (N, E)."""
-        return self.forces(self.kernel(weights)) + self.ridge * weights
+        return self.gradient(self.kernel(weights)) + self.ridge * weights
 
     def precondition(self, residual: Tensor) -> Tensor:
         """Multiply a residual (N, E) by the inverse of each line's own part of the system."""

@@ -45,7 +45,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, tmp_path, options):
 
 def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("dcls_convert.output.FIGURE_LIBRARY", "no_such_library")
-    line = "error: --picture needs no_such_library: pip install 'dcls-convert[plot]'\n"
+    line = "error: --picture needs no_such_library: pip install no_such_library\n"
     assert run(NETWORK, *OPTIONS, "--picture", "--output", "net", code=2) == ("", line)
     assert names(tmp_path) == set()
 

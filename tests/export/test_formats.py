@@ -130,7 +130,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         ("in --output x.onnx", "add --format onnx, or write a folder"),
         (
             "in --format onnx --output x.onnx",
-            "format onnx needs onnxscript: pip install 'dcls-convert[export]'",
+            "format onnx needs onnxscript: pip install onnxscript",
         ),
         ("nowhere", "nowhere: is not a folder"),
     ],
