@@ -395,7 +395,7 @@ def main() -> None:
     missing = [label for label, run in wanted.items() if run not in runs]
     if missing:
         accelerator.print(f"Provisional; missing: {', '.join(missing)}")
-    accelerator.end_training()
+    finetune.end(accelerator)
 
 
 if __name__ == "__main__":

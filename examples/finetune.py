@@ -431,6 +431,13 @@ def make_accelerator(options: argparse.Namespace) -> Accelerator:
     return Accelerator(mixed_precision=options.mixed_precision, cpu=on_cpu)
 
 
+def end(accelerator: Accelerator) -> None:
+    # Not right behind an operation on tensors: gloo's threads may still hold them, and then abort a
+    # process that ends (pytorch/pytorch#179291).
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
 def main() -> None:
     options = parse_arguments()
     accelerator = make_accelerator(options)
@@ -463,7 +470,7 @@ def main() -> None:
         if accuracies[-1] == max(accuracies):  # of equally good epochs, the last
             training.save_trained(plan, options.output / "best")
         training.save_state()
-    accelerator.end_training()
+    end(accelerator)
 
 
 if __name__ == "__main__":

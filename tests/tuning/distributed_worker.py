@@ -152,6 +152,7 @@ def main(folder: Path) -> None:
         "error": error_if_every_block_is_sharded(),
     }
     torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()  # as finetune.py's `end`
     dist.destroy_process_group()
 
 

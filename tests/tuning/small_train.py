@@ -145,6 +145,7 @@ def main():
             saver.save_checkpoint(epoch, metric=loss)
         scheduler.step(epoch + 1, loss)
     if args.distributed:
+        torch.distributed.barrier()  # as finetune.py's `end`
         torch.distributed.destroy_process_group()
 
 
