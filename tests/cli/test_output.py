@@ -56,6 +56,7 @@ def plain():
         [OWN, "--dry-run", "--json"],
         [OWN, "--dry-run", "--rules", "evil.yaml", "--verbose"],
         ["rules", "check", EVIL],
+        ["rules", "check", "\x1b]0;owned\x07.yaml"],
         ["rules", "show", "evil.yaml"],
         ["models", EVIL],
         [OWN, "--output", EVIL, "--quiet"],
@@ -63,7 +64,8 @@ def plain():
     ],
 )
 def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
-    Path("evil.yaml").write_text(EVIL_RULES)
+    for name in ("evil.yaml", "\x1b]0;owned\x07.yaml"):
+        Path(name).write_text(EVIL_RULES)
     assert exit_code(*arguments) in (0, 2)
     for text in capsys.readouterr():
         assert {character for character in text if not character.isprintable()} <= {"\n"}, text

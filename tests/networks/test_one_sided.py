@@ -199,6 +199,10 @@ FORMS = {
         lambda: Call(lambda x, c: c(F.pad(x, (1, 0)))[..., :-1], conv(1)),
     ),
     "longer output": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0))), conv(1))),
+    "upsampled": (
+        1,
+        lambda: Call(lambda x, c: F.interpolate(later(c(x)), scale_factor=3), conv(1)),
+    ),
     "cut first": (1, lambda: Call(lambda x, c: c(F.pad(x[..., :-1], (1, 0))), conv(1))),
     "negative padding": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, -1))), conv(1))),
     "earlier": (1, lambda: Call(lambda x, c: c(F.pad(x, (0, 1))[..., 1:]), conv(1))),
