@@ -5,9 +5,8 @@ layer scale, hides the layers whose output it scales. So the model runs a second
 values in place of such parameters.
 """
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,14 +16,8 @@ from torch import Tensor, nn
 from ..networks.input_tensors import Inputs, pixel_count
 from ..networks.inputs import random_arguments
 from ..networks.model_outputs import relative_error, tensors_in
-from ..networks.model_state import (
-    eval_mode,
-    image_dtype,
-    run_batch,
-    without_small_parameters,
-)
-from ..networks.process_settings import full_precision, ignored_warnings, seeded
-from ..networks.wrappers import COMPILED
+from ..networks.model_state import image_dtype
+from ..networks.running import running, without_small_parameters
 from ..options import MAX_PIXELS
 from ..records import Record
 from ..text import one_line
@@ -88,22 +81,9 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) 
 
 
 def _run(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
-    """Return the tensors of the model's output in eval mode."""
-    # If the caller turns warnings into errors, one from the model would change the fingerprint.
-    with ignored_warnings, eval_mode(model), full_precision(), seeded(seed), _uncompiled(model):
-        arguments = random_arguments(inputs, seed=seed)
-        return tensors_in(run_batch(model, *arguments.args, **arguments.kwargs))
-
-
-@contextlib.contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled parts of a model as they were before: one image is not worth a compilation."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if COMPILED in module._modules or vars(module).get("_compiled_call_impl") is not None:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                break
-        yield
+    arguments = random_arguments(inputs, seed=seed)
+    with running(model) as run:
+        return tensors_in(run(*arguments.args, **arguments.kwargs))
 
 
 def set_precision_(model: nn.Module, stored: Fingerprint, state: Mapping[str, Tensor]) -> None:

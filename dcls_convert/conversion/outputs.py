@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..networks.input_tensors import pixel_count, with_batch
 from ..networks.inputs import random_arguments
 from ..networks.model_outputs import Agreement, compare_outputs
-from ..networks.model_state import eval_mode, run_batch
-from ..networks.process_settings import full_precision
+from ..networks.running import running
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
@@ -83,15 +82,13 @@ def compare_with_outputs_before(
     )
 
 
-@full_precision()
 def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
-    with eval_mode(model):
-        return [run_batch(model, batch) for batch in batches]
+    with running(model) as run:
+        return [run(batch) for batch in batches]
 
 
-@full_precision()
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """Return the outputs for a random batch of two.
+    """Return the outputs for two random images, or for other random inputs.
 
     Return None if the model has no weights or fails on it, or if its inputs are unknown or too
     large.
@@ -102,9 +99,9 @@ def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     # The model's own code may raise anything, and the comparison is optional.
-    with contextlib.suppress(Exception), eval_mode(model):
-        arguments = random_arguments(with_batch(inputs, 2))
-        return run_batch(model, *arguments.args, **arguments.kwargs)
+    with contextlib.suppress(Exception), running(model) as run:
+        arguments = random_arguments(inputs if plan.input_size is None else with_batch(inputs, 2))
+        return run(*arguments.args, **arguments.kwargs)
     return None
 
 

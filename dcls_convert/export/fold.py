@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,11 @@ def _check_onnx_packages() -> None:
 
 def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> Inputs:
     """Return the inputs. Raise if there are none, or if they are too large to compare outputs."""
-    inputs = checkpoint.plan.example_inputs
+    inputs = checkpoint.plan.inputs
     if input_size is not None:
-        inputs = image_inputs(input_size)
+        if checkpoint.plan.input_size is None or inputs is None:
+            inputs = image_inputs(input_size)
+        inputs = (replace(inputs[0], shape=(1, *input_size)),)  # in the range of the plan's
     if inputs is None:
         raise CheckpointError(
             f"{checkpoint.folder}: its plan states no inputs, so its outputs cannot be compared; "

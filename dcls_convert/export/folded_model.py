@@ -16,6 +16,7 @@ from ..networks.input_tensors import Inputs, with_batch
 from ..networks.inputs import Arguments, random_arguments
 from ..networks.model_state import image_dtype
 from ..networks.process_settings import suppress_output
+from ..networks.running import running
 from ..progress import Notify
 from ..records import Record
 from ..text import one_line, shortened
@@ -88,12 +89,15 @@ def arguments_for(model: nn.Module, inputs: Inputs, batch: int = COMPARED_IMAGES
 
 
 def run_model(model: Callable[..., Any], arguments: Arguments, subject: str) -> Any:
-    """Return a model's outputs.
+    """Return the outputs of a model, or of the function that runs a loaded file.
 
     Raises:
         ModelError: The model fails; the message begins with `subject`.
     """
     try:
+        if isinstance(model, nn.Module):
+            with running(model) as run:
+                return run(*arguments.args, **arguments.kwargs)
         with torch.no_grad(), suppress_output():
             return model(*arguments.args, **arguments.kwargs)
     except Exception as error:  # the model's own code may raise anything

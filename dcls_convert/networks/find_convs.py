@@ -1,5 +1,6 @@
 """Find a model's convolutions, their stages and MACs, and why some cannot be replaced."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -12,17 +13,20 @@ from ..layers.conv_classes import AnyConv, Conv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
 from ..options import MAX_PIXELS
 from ..text import one_line
+from .dependence import CannotMeasureError
 from .input_tensors import (
     Inputs,
     as_image_size,
     checked_input_size,
     image_inputs,
+    in_unit_range,
     inputs_text,
+    one_image,
     pixel_count,
     sides_of_image,
 )
 from .inputs import ExampleInputs, describe_inputs
-from .measure import NOT_CALLED, CannotMeasureError, Measured, is_library_code, measure
+from .measure import NOT_CALLED, Measured, is_library_code, measure
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -51,7 +55,8 @@ def find_convs(
             what it does with its convolutions; afterwards it is as before.
         example_inputs: For any other input: what forward is called with, of any dtype, with the
             batch axis. A tensor, a tuple of tensors, or a dict of keyword arguments. Only shapes,
-            dtypes and the range of integers are used.
+            dtypes and the range of values are used, and one image of a batch, if the network takes
+            one.
 
     Raises:
         DclsConvertError: `model` is not a module.
@@ -74,11 +79,7 @@ def inputs_of(
     if example_inputs is not None:
         if input_size is not None:
             raise PlanError("input_size is for one image; give it or example_inputs, not both")
-        inputs = describe_inputs(example_inputs)
-        size = as_image_size(inputs, _dims(model))
-        if size is None:
-            return inputs
-        return image_inputs(size)  # whatever the batch
+        return describe_inputs(example_inputs)
     size = _stated_input_size(model)
     if input_size is not None:
         size = _with_channels(model, checked_input_size(input_size))
@@ -89,6 +90,10 @@ def inputs_of(
 
 def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
+    first = next(iter(_convs_with_names(model)), None)
+    if first is not None and size[0] == first.in_channels:
+        if len(size) - 1 == len(first.kernel_size):  # though later convolutions may have more axes
+            return size
     dims = max(_dims(model))
     if len(size) == dims:
         return (IMAGE_CHANNELS, *size)
@@ -112,7 +117,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
     names_of = _convs_with_names(model)
     is_own = not is_library_code(model)
-    traced, macs_note = _try_trace(model, inputs, is_own=is_own)
+    traced, inputs, macs_note = _try_trace(model, inputs, is_own=is_own)
     reasons = _why_skipped(model, names_of, traced)
     measured = Measured()
     if is_own:
@@ -140,7 +145,6 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
             calls,
             stage=stages.stage_of.get(name),
             stem=name in stages.stem or takes_image,
-            one_sided_axes=measured.one_sided_axes.get(name, ()),
         )
         sites.append(site)
     return ModelConvs(
@@ -152,6 +156,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         input_size=as_image_size(inputs, _dims(model)),
         macs_note=macs_note,
         not_measured=measured.not_measured,
+        dependence=measured.dependence,
         stages_from=stages.found_by,
     )
 
@@ -221,15 +226,19 @@ def _has_values(model: nn.Module) -> bool:
 
 def _try_trace(
     model: nn.Module, inputs: Inputs | None, *, is_own: bool
-) -> tuple[Trace | None, str | None]:
-    """Trace the model; return the trace and None, or None and the reason why it failed.
+) -> tuple[Trace | None, Inputs | None, str | None]:
+    """Trace the model on one image or, if it does not take one, on the batch as it was given.
 
     A library's network runs on meta, if it can; the user's own with its values, if it has some.
+
+    Returns:
+        The trace, and the inputs with which the model runs. If it does not run: None, the inputs as
+        given, and the reason.
     """
     if inputs is None:
-        return None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
+        return None, None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
     if any(is_lazy(parameter) for parameter in model.parameters()):
-        return None, "the model has lazy layers; run it once"
+        return None, inputs, "the model has lazy layers; run it once"
     has_values = _has_values(model)
     is_too_large = pixel_count(inputs) > MAX_PIXELS
     tries_on_meta: list[bool] = []
@@ -237,16 +246,31 @@ def _try_trace(
         tries_on_meta.append(True)
     if has_values and not is_too_large:
         tries_on_meta.append(False)
+    dims = _dims(model)
     problem = ""
-    for on_meta in tries_on_meta:
-        try:
-            return trace(model, inputs, on_meta=on_meta), None
-        except Exception as error:  # any model code may run here; the model can still be converted
-            problem = one_line(error)[:200]
-    input_size = as_image_size(inputs, _dims(model))
+    for some in dict.fromkeys((one_image(inputs, dims), inputs)):
+        for on_meta in tries_on_meta:
+            try:
+                return *_finite_trace(model, some, on_meta=on_meta), None
+            except Exception as error:  # any model code may run; the model can still be converted
+                problem = one_line(error)[:200]
+    input_size = as_image_size(inputs, dims)
     if input_size is None:
-        return None, f"the model does not run at {inputs_text(inputs)}: {problem}"
-    return None, f"the model does not run at {size_text(input_size)}: {problem}; {OTHER_INPUTS}"
+        return None, inputs, f"the model does not run at {inputs_text(inputs)}: {problem}"
+    where = size_text(input_size)
+    return None, inputs, f"the model does not run at {where}: {problem}; {OTHER_INPUTS}"
+
+
+def _finite_trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> tuple[Trace, Inputs]:
+    """Trace the model on normal values or, where more outputs are then finite, from 0 to 1."""
+    traced = trace(model, inputs, on_meta=on_meta)
+    others = in_unit_range(inputs)
+    if traced.finite < 1 and others != inputs:
+        with contextlib.suppress(Exception):
+            traced_on_others = trace(model, others, on_meta=on_meta)
+            if traced_on_others.finite > traced.finite:
+                return traced_on_others, others
+    return traced, inputs
 
 
 def _output_strides(traced: Trace | None, inputs: Inputs | None) -> dict[str, OutputStride]:
@@ -274,7 +298,6 @@ def _site(
     *,
     stage: str | None,
     stem: bool,
-    one_sided_axes: tuple[int, ...],
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
     return ConvSite(
@@ -292,7 +315,6 @@ def _site(
         dilation=tuple(map(int, conv.dilation)),
         padding=padding_of(conv),
         padding_mode=conv.padding_mode,
-        one_sided_axes=one_sided_axes,
         input_extent=None if calls is None else calls.input_extent,
         output_positions=None if calls is None else calls.output_positions,
         frozen=_is_frozen(conv),

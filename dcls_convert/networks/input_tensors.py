@@ -24,7 +24,9 @@ class InputTensor:
     name: str | None = None  # of its keyword argument; None if it is passed by position
     shape: tuple[int, ...]  # with the batch axis, if it has one
     dtype: str = FLOAT32  # as torch names it
-    range: tuple[int, int] | None = None  # smallest and largest value; None unless integers
+    # Smallest and largest value of the user's example; None for normal floats, bits, and complex
+    # numbers.
+    range: tuple[int, int] | tuple[float, float] | None = None
 
 
 Inputs = tuple[InputTensor, ...]  # all tensors that forward takes
@@ -35,13 +37,38 @@ def image_inputs(input_size: Sequence[int], batch: int = 1) -> Inputs:
     return (InputTensor(shape=(batch, *input_size)),)
 
 
+def one_image(inputs: Inputs, dims: Container[int]) -> Inputs:
+    """Return inputs for one image, if they are a batch of images of so many sides.
+
+    The model's own dtype is that of its images.
+    """
+    if not _are_images(inputs, dims):
+        return inputs
+    return (replace(inputs[0], shape=(1, *inputs[0].shape[1:]), dtype=FLOAT32),)
+
+
 def as_image_size(inputs: Inputs | None, dims: Container[int]) -> tuple[int, ...] | None:
-    """Return (channels, *spatial) if the only input is a batch of images of so many sides."""
-    if inputs is None or len(inputs) > 1:
+    """Return (channels, *spatial) if the only input is one image of so many sides."""
+    if inputs is None or not _are_images(inputs, dims) or inputs[0].shape[0] != 1:
         return None
-    (tensor,) = inputs
+    return inputs[0].shape[1:]
+
+
+def _are_images(inputs: Inputs, dims: Container[int]) -> bool:
+    """True if the only input is a batch of images, by position."""
+    tensor = inputs[0]
     is_image = tensor.name is None and tensor.dtype in FLOATS and len(tensor.shape) - 2 in dims
-    return tensor.shape[1:] if is_image else None
+    return len(inputs) == 1 and is_image
+
+
+def in_unit_range(inputs: Inputs) -> Inputs:
+    """Return the inputs with values from 0 to 1 for floats whose range is not stated."""
+    found = []
+    for tensor in inputs:
+        if tensor.dtype in FLOATS and tensor.range is None:
+            tensor = replace(tensor, range=(0.0, 1.0))
+        found.append(tensor)
+    return tuple(found)
 
 
 def checked_input_size(given: object) -> tuple[int, ...]:
@@ -113,8 +140,8 @@ def pixel_count(inputs: Inputs) -> int:
     return max(math.prod(tensor.shape[2:] or tensor.shape) for tensor in inputs)
 
 
-def smaller_inputs(inputs: Inputs, batch: int) -> Inputs:
-    """Return the inputs for this batch size, with the sides of large images reduced."""
+def smaller_inputs(inputs: Inputs) -> Inputs:
+    """Return the inputs, with the sides of large images reduced."""
     dims = max(len(tensor.shape[2:]) for tensor in inputs)
     factor = 1
     while pixel_count(inputs) > LARGE_IMAGE * factor**dims and dims > 0:
@@ -123,7 +150,7 @@ def smaller_inputs(inputs: Inputs, batch: int) -> Inputs:
     for tensor in inputs:
         sides = [_smaller_side(side, factor) for side in tensor.shape[2:]]
         smaller.append(replace(tensor, shape=(*tensor.shape[:2], *sides)))
-    return with_batch(tuple(smaller), batch)
+    return tuple(smaller)
 
 
 def _smaller_side(side: int, factor: int) -> int:

@@ -25,6 +25,13 @@ class Arguments:
         """Return all tensors, in the order of their description."""
         return (*self.args, *self.kwargs.values())
 
+    def with_tensor(self, index: int, tensor: Tensor) -> "Arguments":
+        """Return the arguments with another tensor at an index of `tensors()`."""
+        tensors = list(self.tensors())
+        tensors[index] = tensor
+        kwargs = dict(zip(self.kwargs, tensors[len(self.args) :], strict=True))
+        return Arguments(tuple(tensors[: len(self.args)]), kwargs)
+
 
 def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
     """Return what describes a user's example inputs.
@@ -53,57 +60,56 @@ def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
 
 def _described(name: str | None, tensor: object) -> InputTensor:
     assert isinstance(tensor, Tensor)
-    values = None
-    has_values = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
-    if has_values and tensor.dtype != torch.bool and tensor.numel():
-        least = max(int(tensor.min()), -MAX_INTEGER)
-        values = (least, min(int(tensor.max()), MAX_INTEGER))
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=values)
+    return InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=_range(tensor))
+
+
+def _range(tensor: Tensor) -> tuple[int, int] | tuple[float, float] | None:
+    """Return the smallest and largest value; None if they say nothing of the values."""
+    if tensor.is_meta or not tensor.numel() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return None
+    least = tensor.min().item()
+    most = tensor.max().item()
+    if tensor.is_floating_point():
+        # A constant is a placeholder, as of torch.zeros, not a range.
+        is_range = -MAX_INTEGER < least < most < MAX_INTEGER
+        return (least, most) if is_range else None
+    return (max(int(least), -MAX_INTEGER), min(int(most), MAX_INTEGER))
 
 
 def random_arguments(
-    inputs: Inputs, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    inputs: Inputs, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
 ) -> Arguments:
     """Return tensors of random values on the CPU, always the same for a seed.
 
-    Floating-point values are normal and have the given dtype; integers are uniform in the range of
-    the example's.
+    Values are uniform in the range of the example's; floats without a range are normal. Floats have
+    the given dtype. On the device "meta", tensors have no values.
     """
     generator = torch.Generator().manual_seed(seed)
-    tensors = []
-    for tensor in inputs:
-        values = _random_values(tensor, generator)
-        tensors.append(values.to(dtype) if values.is_floating_point() else values)
-    return _as_arguments(inputs, tensors)
-
-
-def _random_values(tensor: InputTensor, generator: torch.Generator) -> Tensor:
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(tensor.shape, generator=generator, dtype=dtype, device="cpu")
-    least, most = tensor.range or (0, 1)
-    values = torch.randint(least, most + 1, tensor.shape, generator=generator, device="cpu")
-    return values.to(dtype)
-
-
-def meta_arguments(inputs: Inputs, dtype: torch.dtype) -> Arguments:
-    """Return tensors without values; those of floating point have the given dtype."""
-    tensors = []
-    for tensor in inputs:
-        own: torch.dtype = getattr(torch, tensor.dtype)
-        if own.is_floating_point:
-            own = dtype
-        tensors.append(torch.empty(tensor.shape, dtype=own, device="meta"))
-    return _as_arguments(inputs, tensors)
-
-
-def _as_arguments(inputs: Inputs, tensors: Sequence[Tensor]) -> Arguments:
     args = []
     kwargs = {}
-    for description, tensor in zip(inputs, tensors, strict=True):
+    for description in inputs:
+        own: torch.dtype = getattr(torch, description.dtype)
+        own = dtype if own.is_floating_point else own
+        if device == "meta":
+            tensor = torch.empty(description.shape, dtype=own, device=device)
+        else:
+            tensor = _random_values(description, generator).to(own)
         if description.name is None:
             args.append(tensor)
         else:
             kwargs[description.name] = tensor
     return Arguments(tuple(args), kwargs)
+
+
+def _random_values(tensor: InputTensor, generator: torch.Generator) -> Tensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    shape = tensor.shape
+    if dtype.is_floating_point and tensor.range is not None:
+        least, most = tensor.range
+        shares = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float64)
+        return least + shares * (most - least)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+    first, last = tensor.range or (0, 1)
+    return torch.randint(int(first), int(last) + 1, shape, generator=generator, device="cpu")

@@ -1,44 +1,34 @@
-"""Measure which convolutions may be replaced, by running the network with stand-ins for them.
+"""Measure what a network does with its convolutions, by running it.
 
 1. Stand-ins take the places of the convolutions. To all code that looks at them they are DCLS
    layers, but they compute what the convolutions did, and the weights of both the convolution and
    the stand-in are filled with arbitrary values. So if the outputs change, some other code reads
    the convolution or its weight.
-2. One cell of the input is changed, to see which outputs change. If the outputs look to one side
-   only, as in a causal network, each kernel is made longer along an axis. A convolution whose
-   longer kernel lets outputs look to the other side must not grow along this axis.
-
-Afterwards, everything is as it was, also after an error.
+2. Cells of the inputs are changed, to see which outputs change. This gives laws, such as that
+   outputs look to one side only (see `dependence`). When windows are chosen, they take the places
+   of the convolutions, and the laws must hold.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
+from ..geometry import extent
 from ..layers.conv_classes import Conv
 from ..options import MAX_PIXELS
 from ..text import one_line
+from .dependence import MIN_CELLS, CannotMeasureError, Table, check_finite, tables_of
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
-from .inputs import random_arguments
+from .inputs import Arguments, random_arguments
 from .model_outputs import comparable, relative_error, tensors_in
-from .model_state import eval_mode, restored_values, run_batch, without_small_parameters
-from .process_settings import full_precision, seeded, suppress_output
-from .sides import (
-    PLACES,
-    Reaches,
-    ReachKey,
-    by_image,
-    have_new_side,
-    one_way,
-    reaches_of,
-    spatial_axes,
-    with_changed_cells,
-)
-from .stand_ins import StandIn, grows, in_place, with_longer_kernel
+from .running import Run, running, without_small_parameters
+from .stand_ins import StandIn, in_place, with_window
 
 LIBRARIES = ("timm.", "torch.", "torchvision.")
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
@@ -46,6 +36,8 @@ LIBRARIES = ("timm.", "torch.", "torchvision.")
 TOLERANCE = 1e-6
 TOO_LITTLE_MEMORY = "memory does not suffice"
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
+
+Item = TypeVar("Item")
 
 
 def not_measured_text(reason: str) -> str:
@@ -56,19 +48,72 @@ def not_measured_text(reason: str) -> str:
     )
 
 
-class CannotMeasureError(Exception):
-    """The network cannot be measured; the message says why."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Dependence:
+    """What the outputs of a network depend on, and so must do when windows have grown."""
+
+    model: nn.Module
+    convs: Mapping[str, Conv]
+    arguments: Arguments
+    tables: Sequence[Table]
+
+    def broken_by(self, windows: Mapping[str, Sequence[int]]) -> dict[str, dict[int, str]]:
+        """Return the axes along which convolutions must not grow to these windows, and why.
+
+        The network runs with these windows in the places of the convolutions, filled with random
+        values. Afterwards, it is as before.
+        """
+        if not any(table.laws for table in self.tables):
+            return {}
+        items = []
+        for name, window in windows.items():
+            conv = self.convs[name]
+            for axis, size in enumerate(window):
+                if size > extent(conv.kernel_size[axis], conv.dilation[axis]):
+                    items.append((name, axis))
+        with without_small_parameters(self.model), running(self.model) as run:
+
+            def problem(group: Sequence[tuple[str, int]]) -> str | None:
+                return self._problem(run, windows, group)
+
+            found: dict[str, dict[int, str]] = {}
+            for (name, axis), reason in find_culprits(items, problem).items():
+                found.setdefault(name, {})[axis] = reason
+        return found
+
+    def _problem(
+        self, run: Run, windows: Mapping[str, Sequence[int]], grown: Sequence[tuple[str, int]]
+    ) -> str | None:
+        """Return why convolutions must not grow along some axes; None if they may."""
+        new = {}
+        for name, conv in self.convs.items():
+            axes = [axis for other, axis in grown if other == name]
+            if axes:
+                new[conv] = with_window(conv, windows[name], axes)
+
+        def outputs(arguments: Arguments) -> list[Tensor]:
+            return outputs_of(run, arguments)
+
+        try:
+            with in_place(self.model, new):
+                before = check_finite(outputs(self.arguments))
+                for table in self.tables:
+                    law = table.broken_law(outputs, self.arguments, before)
+                    if law is not None:
+                        return law.reason
+        except Exception as error:  # the network's own code may raise anything
+            return f"the network does not run with a larger window ({_text(error)})"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a measurement found, by the names of convolutions."""
+    """What a measurement found."""
 
-    # What would happen if a convolution were replaced.
+    # What would happen if a convolution were replaced, by the names of those that must stay.
     reasons: dict[str, str] = field(default_factory=dict)
-    # Axes along which it must not grow, or outputs would look to a side to which they do not look.
-    one_sided_axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    not_measured: str | None = None  # why something could not be measured; None if everything was
+    dependence: Dependence | None = None  # None if it was not measured
+    not_measured: str | None = None  # what could not be measured, and why; None if all was
 
 
 def is_library_code(model: nn.Module) -> bool:
@@ -92,7 +137,7 @@ def is_library_code(model: nn.Module) -> bool:
 
 
 def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Measured:
-    """Find the convolutions that cannot be replaced, and those that must not grow along an axis.
+    """Find the convolutions that cannot be replaced, and what the outputs depend on.
 
     The network runs on random inputs, in eval mode and on its own device: on small images if it
     takes them.
@@ -105,205 +150,48 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     Raises:
         CannotMeasureError: The network does not run, or its outputs show nothing.
     """
-    with (
-        eval_mode(model),
-        full_precision(),
-        without_small_parameters(model),
-        restored_values(model) as restore,
-    ):
-        network = _Measurement(model, convs, inputs, restore)
-        reasons = network.find_users()
+    if pixel_count(inputs) > MAX_PIXELS:
+        raise CannotMeasureError(f"inputs of more than {MAX_PIXELS:,} pixels are not run")
+    calls: Counter[str] = Counter()
+    with without_small_parameters(model), running(model, restart=calls.clear) as run:
+        arguments = _runnable_arguments(run, convs, inputs, calls)
+
+        def outputs(some: Arguments) -> list[Tensor]:
+            return outputs_of(run, some)
+
+        before = check_finite(outputs(arguments))
+        reasons = {name: NOT_CALLED for name in convs if not calls[name]}
+        called = {name: conv for name, conv in convs.items() if name not in reasons}
+
+        def what_changes(names: Sequence[str]) -> str | None:
+            some = {name: convs[name] for name in names}
+            return _what_changes(model, run, arguments, before, some, calls)
+
+        if called and what_changes(list(called)) is not None:
+            if not _agree(before, outputs(arguments)):
+                raise CannotMeasureError("its outputs differ from run to run")
+            reasons |= find_culprits(list(called), what_changes)
+        free = {name: conv for name, conv in called.items() if name not in reasons}
+        if not free:
+            return Measured(reasons=reasons)
         try:
-            axes = network.find_one_sided([name for name in convs if name not in reasons])
+            tables, problems = tables_of(outputs, arguments, before)
         except CannotMeasureError as error:
             return Measured(reasons=reasons, not_measured=str(error))
-    return Measured(reasons=reasons, one_sided_axes=axes)
+        except Exception as error:  # the network's own code
+            problem = f"forward fails for changed inputs: {_text(error)}"
+            return Measured(reasons=reasons, not_measured=problem)
+    dependence = Dependence(model=model, convs=free, arguments=arguments, tables=tables)
+    return Measured(reasons=reasons, dependence=dependence, not_measured=problems or None)
 
 
-class _Measurement:
-    """A network that is measured, and its outputs before anything is changed."""
+def _runnable_arguments(
+    run: Run, convs: Mapping[str, Conv], inputs: Inputs, calls: Counter[str]
+) -> Arguments:
+    """Return arguments with which the network runs, and count how often it calls convolutions.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        convs: Mapping[str, Conv],
-        inputs: Inputs,
-        restore: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self.convs = convs
-        self.restore = restore  # restores the values of parameters
-        self.has_changed = False  # whether any output has changed with a cell of an input
-        if pixel_count(inputs) > MAX_PIXELS:
-            raise CannotMeasureError(f"inputs of more than {MAX_PIXELS:,} pixels are not run")
-        for some_inputs in (smaller_inputs(inputs, len(PLACES)), inputs):
-            self.inputs = some_inputs
-            self.arguments = random_arguments(some_inputs)
-            try:
-                with _counted_calls(convs) as calls:
-                    self.outputs = self.run()
-            except Exception as error:  # the network's own code may raise anything
-                if self.inputs is not inputs:
-                    continue
-                where = inputs_text(inputs)
-                raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
-            self.calls = calls
-            batches = {len(tensor) for tensor in self.arguments.tensors() if tensor.dim()}
-            has_images = any(by_image(self.outputs, batch) for batch in batches)
-            if all(calls.values()) and has_images:
-                break
-        if not any(tensor.isfinite().any() for tensor in self.outputs):
-            raise CannotMeasureError("its outputs have no finite numbers, which could be compared")
-
-    def run(self, tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the outputs for some inputs, as real numbers.
-
-        Without `tensors`, the inputs are those of the first run. All runs have the same random
-        numbers. What the network's code changes in its parameters is undone.
-        """
-        try:
-            return self._forward(tensors)
-        finally:
-            self.restore()
-
-    def _forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        args = self.arguments.args
-        kwargs = self.arguments.kwargs
-        if tensors:
-            args = tuple(tensors[: len(args)])
-            kwargs = dict(zip(kwargs, tensors[len(args) :], strict=True))
-        with suppress_output(), seeded(0):
-            outputs = run_batch(self.model, *args, **kwargs)
-        return comparable(tensors_in(outputs))
-
-    def other_inputs(self) -> list[Tensor]:
-        return list(random_arguments(self.inputs, seed=1).tensors())
-
-    # Whether the network still computes the same.
-
-    def find_users(self) -> dict[str, str]:
-        """Return what would happen, by the names of convolutions that other code uses."""
-        reasons: dict[str, str] = {}
-
-        def change(group: Sequence[str]) -> bool:
-            # Bisection tries smaller and smaller groups, so the last reason of a name is its own.
-            reason = self._what_changes(group)
-            if reason is not None:
-                reasons.update(dict.fromkeys(group, reason))
-            return reason is not None
-
-        not_called = {name: NOT_CALLED for name, count in self.calls.items() if not count}
-        names = [name for name in self.convs if name not in not_called]
-        if not names or not change(names):
-            return not_called
-        if not _agree(self.outputs, self.run()):
-            raise CannotMeasureError("its outputs differ from run to run")
-        return not_called | {name: reasons[name] for name in _culprits(names, change)}
-
-    def _what_changes(self, names: Sequence[str]) -> str | None:
-        """Return what changes with stand-ins for some convolutions; None if nothing does."""
-        try:
-            stand_ins = [StandIn(self.convs[name]) for name in names]
-            layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins}
-            with in_place(self.model, layers):
-                outputs = self._forward(())
-            is_changed = any(stand_in.is_changed() for stand_in in stand_ins)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
-            return f"forward would fail with a DCLS layer in its place ({_text(error)})"
-        finally:
-            self.restore()
-        if is_changed:
-            return "other code changes its weight"
-        calls = [stand_in.calls for stand_in in stand_ins]
-        if calls != [self.calls[name] for name in names]:
-            return "forward would not call a DCLS layer in its place: other code refers to it"
-        if not _agree(self.outputs, outputs):
-            return (
-                "the outputs would change although the DCLS layer computes the same function: "
-                "other code uses this convolution's weight or attributes"
-            )
-        return None
-
-    # Whether outputs look to a new side.
-
-    def find_one_sided(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Return the axes along which convolutions must not grow, by their names."""
-        axes: dict[str, tuple[int, ...]] = {}
-        if not names:
-            return axes
-        try:
-            before = self._reaches()
-        except Exception as error:
-            raise CannotMeasureError(f"forward fails for changed inputs: {_text(error)}") from error
-        # A network that returns only its last time step, for example, may not respond to any
-        # changed cell; then no side can be seen.
-        if not self.has_changed and _agree(self.outputs, self.run(self.other_inputs())):
-            raise CannotMeasureError("its outputs do not change with its inputs")
-        before = one_way(before)
-        if not before:
-            return axes
-        for axis in range(3):
-            for name in self._looking_further(names, axis, before):
-                axes[name] = (*axes.get(name, ()), axis)
-        return axes
-
-    def _looking_further(self, names: Sequence[str], axis: int, before: Reaches) -> list[str]:
-        """Return the convolutions whose growth along an axis lets outputs look to a new side.
-
-        Args:
-            names: The convolutions.
-            axis: The axis.
-            before: How far outputs look now, where they look to one side only.
-        """
-
-        def look_further(group: Sequence[str]) -> bool:
-            longer = {}
-            for name in group:
-                longer[self.convs[name]] = with_longer_kernel(self.convs[name], axis)
-            try:
-                with in_place(self.model, longer):
-                    return have_new_side(before, self._reaches())
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
-                return True  # the network does not run with longer kernels
-
-        growing = [name for name in names if grows(self.convs[name], axis)]
-        if growing and look_further(growing):
-            return _culprits(growing, look_further)
-        return []
-
-    def _reaches(self) -> Reaches:
-        """Return how far the outputs look, by the input, its axes, and the output."""
-        before = self.run()
-        found: Reaches = {}
-        tensors = self.arguments.tensors()
-        for index, tensor in enumerate(tensors):
-            for axes in spatial_axes(tensor):
-                after = []  # the outputs for each changed batch
-                cells, batches = with_changed_cells(tensor, axes)
-                for batch in batches:
-                    outputs = self.run([*tensors[:index], batch, *tensors[index + 1 :]])
-                    after.append(by_image(outputs, len(tensor)))
-                    self.has_changed = self.has_changed or not _agree(before, outputs)
-                sides = [tensor.shape[axis] for axis in axes]
-                for number, output in enumerate(by_image(before, len(tensor))):
-                    changed = [outputs[number] for outputs in after if number < len(outputs)]
-                    shapes = [tensor.shape for tensor in changed]
-                    if shapes != [output.shape] * len(after):
-                        continue  # such as boxes, whose number depends on the values
-                    old = torch.cat([output] * len(changed))
-                    for pair, reach in reaches_of(old, torch.cat(changed), sides, cells).items():
-                        found[ReachKey(index, axes, number, pair)] = reach
-        return found
-
-
-@contextlib.contextmanager
-def _counted_calls(convs: Mapping[str, Conv]) -> Iterator[dict[str, int]]:
-    """Count the calls of convolutions inside the block."""
-    calls = dict.fromkeys(convs, 0)
+    They are small if it takes small ones, and then calls all convolutions.
+    """
     with contextlib.ExitStack() as hooks:
         for name, conv in convs.items():
 
@@ -311,29 +199,95 @@ def _counted_calls(convs: Mapping[str, Conv]) -> Iterator[dict[str, int]]:
                 calls[name] += 1
 
             hooks.enter_context(conv.register_forward_pre_hook(count))
-        yield calls
+        smaller = smaller_inputs(inputs)
+        if smaller != inputs:
+            with contextlib.suppress(Exception):
+                arguments = random_arguments(smaller)
+                run(*arguments.args, **arguments.kwargs)
+                if all(calls[name] for name in convs):
+                    return arguments
+            calls.clear()
+        arguments = random_arguments(inputs)
+        try:
+            run(*arguments.args, **arguments.kwargs)
+        except Exception as error:  # the network's own code may raise anything
+            where = inputs_text(inputs)
+            raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
+    return arguments
 
 
-def _culprits(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return the names for which a test fails one by one; it fails for all names together.
+def outputs_of(run: Run, arguments: Arguments) -> list[Tensor]:
+    """Return the outputs as real numbers; a list of equal maps, as of time steps, as one of them.
 
-    If it also fails for the other names together, return all.
+    All runs have the same random numbers.
     """
-    culprits = _failing_alone(names, fails)
-    others = [name for name in names if name not in culprits]
-    return list(names) if others and fails(others) else culprits
+    outputs = comparable(tensors_in(run(*arguments.args, **arguments.kwargs)))
+    if len(outputs) >= MIN_CELLS and len({output.shape for output in outputs}) == 1:
+        return [torch.stack(outputs)]
+    return outputs
 
 
-def _failing_alone(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return the names for which a test fails one by one, by bisection."""
-    if len(names) == 1:
-        return list(names)
-    middle = len(names) // 2
-    failing = []
-    for half in (names[:middle], names[middle:]):
-        if fails(half):
-            failing += _failing_alone(half, fails)
-    return failing
+def _what_changes(
+    model: nn.Module,
+    run: Run,
+    arguments: Arguments,
+    before: list[Tensor],
+    convs: Mapping[str, Conv],
+    calls: Mapping[str, int],
+) -> str | None:
+    """Return what changes with stand-ins for some convolutions; None if nothing does."""
+    stand_ins: dict[str, StandIn] = {}
+    changed: list[bool] = []
+
+    def look_at_weights(*_: object) -> None:
+        changed.extend(stand_in.is_changed() for stand_in in stand_ins.values())
+
+    try:
+        for name, conv in convs.items():
+            stand_ins[name] = StandIn(conv)
+        layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins.values()}
+        with in_place(model, layers), model.register_forward_hook(look_at_weights):
+            outputs = outputs_of(run, arguments)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
+        return f"forward would fail with a DCLS layer in its place ({_text(error)})"
+    if any(changed):
+        return "other code changes its weight"
+    if any(stand_in.calls != calls[name] for name, stand_in in stand_ins.items()):
+        return "forward would not call a DCLS layer in its place: other code refers to it"
+    if not _agree(before, outputs):
+        return (
+            "the outputs would change although the DCLS layer computes the same function: "
+            "other code uses this convolution's weight or attributes"
+        )
+    return None
+
+
+def find_culprits(
+    items: Sequence[Item], problem: Callable[[Sequence[Item]], str | None]
+) -> dict[Item, str]:
+    """Return the items that have a problem, each with it, so that the others together have none.
+
+    Args:
+        items: The items.
+        problem: Returns the problem of some items together; None if there is none.
+    """
+
+    def search(group: Sequence[Item]) -> dict[Item, str]:
+        reason = problem(group) if group else None
+        if reason is None:
+            return {}
+        if len(group) == 1:
+            return {group[0]: reason}
+        middle = len(group) // 2
+        found = search(group[:middle]) | search(group[middle:])
+        return found or dict.fromkeys(group, reason)  # harmless in halves, but not together
+
+    culprits: dict[Item, str] = {}
+    while more := search([item for item in items if item not in culprits]):
+        culprits |= more
+    return culprits
 
 
 def _agree(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:

@@ -149,6 +149,16 @@ def comparable(outputs: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
+def finite_share(outputs: Iterable[Tensor]) -> float:
+    """Return the share of finite numbers in all outputs together; 0 if there are no numbers."""
+    numbers = 0
+    finite = 0
+    for tensor in comparable(outputs):
+        numbers += tensor.numel()
+        finite += int(tensor.isfinite().sum())
+    return finite / numbers if numbers else 0.0
+
+
 def _pairs(outputs: Any, others: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the tensors at the same place in both outputs, and the place for messages.
 

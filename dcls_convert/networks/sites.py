@@ -2,14 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from ..geometry import Padding, size_text
 from .input_tensors import Inputs
+
+if TYPE_CHECKING:
+    from .measure import Dependence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +70,8 @@ class ConvSite(OldConv):
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    # Axes along which the outputs depend on one side only, and would depend on both if this kernel
-    # were longer.
-    one_sided_axes: tuple[int, ...] = ()
+    # Axes along which the windows of a plan must not grow, and why; found when they are chosen.
+    fixed_axes: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +95,11 @@ class ModelConvs:
     # (channels, *spatial) of one image; None if not known, or if the inputs are not one image.
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
-    # Why the network was not measured (see `measure`). None if it was measured, or if it is library
-    # code, which need not be.
+    # What was not measured, and why (see `measure`). None if all was, or if it is library code,
+    # which need not be.
     not_measured: str | None
+    # What outputs must not come to depend on; None if it was not measured, or need not be.
+    dependence: "Dependence | None" = field(default=None, repr=False, compare=False)
     stages_from: str  # how the stages were found
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
 # Written into weights; whatever other code does to a weight changes at least one of these values.
 POISON = (math.nan, 3e4, -3e4)
-LONGER_BY = 16  # cells by which a kernel grows along an axis, to see where outputs then look
+GROWTH = 2  # cells by which a stand-in's window is larger than the old kernel
 
 
 class StandIn:
@@ -24,7 +24,7 @@ class StandIn:
         """Overwrite the values in the convolution's weight; the caller restores them."""
         self.conv = conv
         self.calls = 0
-        self.layer = _layer_without_values(conv, growth=2)
+        self.layer = _stand_in_layer(conv)
         self.weights = (conv.weight, self.layer.weight)
         private = copy.copy(conv)
         values = conv.weight.detach().clone()
@@ -72,16 +72,18 @@ def in_place(model: nn.Module, new: Mapping[Conv, nn.Module]) -> Iterator[None]:
             children[name] = child
 
 
-def grows(conv: Conv, axis: int) -> bool:
-    """True if the kernel has several cells along an axis."""
-    return axis < len(conv.kernel_size) and conv.kernel_size[axis] > 1
+def with_window(conv: Conv, window: Sequence[int], axes: Sequence[int]) -> nn.Module:
+    """Make a plain convolution like another one, with random values in all cells of a window.
 
-
-def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
-    """Make a plain convolution like another one, with a longer random kernel along an axis."""
-    # Padding other than with zeros must be smaller than the map, so the kernel grows less.
-    growth = LONGER_BY if conv.padding_mode == "zeros" else 2
-    plain = _layer_without_values(conv, axis=axis, growth=growth).plain_conv_without_values()
+    Args:
+        conv: The other one.
+        window: The window.
+        axes: Axes along which the kernel has the window's size; along others it keeps its own.
+    """
+    sizes = _extents(conv)
+    for axis in axes:
+        sizes[axis] = window[axis]
+    plain = _layer_without_values(conv, sizes).plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
     # As large as the old kernel, so that deep networks do not overflow.
@@ -89,21 +91,30 @@ def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
     return plain
 
 
-def _layer_without_values(conv: Conv, *, growth: int, axis: int | None = None) -> DclsConvNd:
-    """Make a layer whose window is larger along an axis, or along all that have several cells.
+def _extents(conv: Conv) -> list[int]:
+    return [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
+
+
+def _stand_in_layer(conv: Conv) -> DclsConvNd:
+    """Make a layer whose window is larger along all axes on which the old kernel has cells.
 
     Its weight's last axis is one longer than the old kernel's, so that code that reads the shape
     sees a difference.
     """
-    window = [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
-    several = [index for index, size in enumerate(window) if size > 1] or [len(window) - 1]
-    grown = several if axis is None else [axis]
-    for index in grown:
-        window[index] += growth
+    sizes = _extents(conv)
+    several = [axis for axis, size in enumerate(sizes) if size > 1] or [len(sizes) - 1]
+    for axis in several:
+        sizes[axis] += GROWTH
+    return _layer_without_values(conv, sizes, [i for i in range(len(sizes)) if i not in several])
+
+
+def _layer_without_values(
+    conv: Conv, window: Sequence[int], dense_axes: Sequence[int] = ()
+) -> DclsConvNd:
     return DCLS_LAYERS[len(window)].from_conv_without_values(
         conv,
         kernel_count=conv.kernel_size[-1] + 1,
-        dilated_kernel_size=window,
+        dilated_kernel_size=tuple(window),
         interpolation="bilinear",
-        dense_axes=[index for index in range(len(window)) if index not in several],
+        dense_axes=dense_axes,
     )

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs
-from .inputs import Arguments, meta_arguments, random_arguments
-from .model_outputs import tensors_in
-from .model_state import eval_mode, image_dtype, restored_values, run_batch, without_values
-from .process_settings import seeded, suppress_output
+from .inputs import random_arguments
+from .model_outputs import finite_share, tensors_in
+from .running import running
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -35,32 +34,20 @@ class Trace:
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
+    finite: float  # share of the outputs that are finite; 1 on meta
 
 
 def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
-    """Run the model on its inputs in eval mode.
+    """Run the model on its inputs.
 
     Args:
         model: Afterwards as before.
         inputs: What forward takes.
-        on_meta: Run it on the meta device, where no values are computed. Code that is not a
-            library's may look at values, or keep tensors for later, so it must not run there.
+        on_meta: See `running`.
 
     Raises:
         Exception: What the model's own code raises.
     """
-    undone: contextlib.AbstractContextManager[object]
-    if on_meta:
-        arguments = meta_arguments(inputs, image_dtype(model))
-        undone = without_values(model)
-    else:
-        arguments = random_arguments(inputs)
-        undone = restored_values(model)
-    with eval_mode(model), suppress_output(), seeded(0), undone:
-        return _run_and_record(model, arguments)
-
-
-def _run_and_record(model: nn.Module, arguments: Arguments) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     calls: dict[str, Calls] = {}
@@ -90,14 +77,28 @@ def _run_and_record(model: nn.Module, arguments: Arguments) -> Trace:
 
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = _WholeModel()
-    with counter, contextlib.ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
+
+    def restart() -> None:
+        calls.clear()
+        taken.clear()
+        counter.flop_counts.clear()
+
+    arguments = random_arguments(inputs, device="meta" if on_meta else "cpu")
+    outputs = None
+    with (
+        counter,
+        contextlib.ExitStack() as stack,
+        running(model, on_meta=on_meta, restart=restart) as run,
+    ):
+        stack.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
         for conv in convs:
-            hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
-        _run(model, arguments)
+            stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
+        _end_after_the_head(model, stack)
+        outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
+        finite=1.0 if on_meta else finite_share(tensors_in(outputs)),
     )
 
 
@@ -110,22 +111,21 @@ class _WholeModel(contextlib.nullcontext[None]):
     parents = ("Global",)
 
 
-def _run(model: nn.Module, arguments: Arguments) -> None:
-    """Run a model on its inputs; a one-stage detector of torchvision up to the end of its head."""
-    with contextlib.ExitStack() as hooks:
-        for base in type(model).__mro__:
-            if not base.__module__.startswith("torchvision.models.detection."):
-                continue
-            if base.__name__ == "GeneralizedRCNN":
-                raise ValueError(
-                    f"what a {type(model).__name__} computes depends on how many regions it finds"
-                )
-            if base.__name__ in ONE_STAGE_DETECTORS:
-                # Stop after the head: what follows has no MACs, and sorts boxes by their values,
-                # which are not there on meta.
-                hooks.enter_context(model.get_submodule("head").register_forward_hook(_stop))
-                hooks.enter_context(contextlib.suppress(_HeadIsDone))
-        run_batch(model, *arguments.args, **arguments.kwargs)
+def _end_after_the_head(model: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Let the forward pass of a one-stage detector of torchvision end after its head.
+
+    What follows has no MACs, and sorts boxes by their values, which are not there on meta.
+    """
+    for base in type(model).__mro__:
+        if not base.__module__.startswith("torchvision.models.detection."):
+            continue
+        if base.__name__ == "GeneralizedRCNN":
+            raise ValueError(
+                f"what a {type(model).__name__} computes depends on how many regions it finds"
+            )
+        if base.__name__ in ONE_STAGE_DETECTORS:
+            stack.enter_context(model.get_submodule("head").register_forward_hook(_stop))
+            stack.enter_context(contextlib.suppress(_HeadIsDone))
 
 
 class _HeadIsDone(Exception):

@@ -49,7 +49,7 @@ class ConversionPlan(Record):
     stages_from: str
     # Whether the layers are replaced by plain convolutions with their constructed kernels.
     folded: bool
-    # What forward takes, if it is anything else than images.
+    # What forward takes, if it is anything else than one image of normal values.
     example_inputs: Inputs | None = None
     not_measured: str | None = None  # see `ModelConvs`
 
@@ -158,7 +158,7 @@ class ConversionPlan(Record):
     @property
     def inputs(self) -> Inputs | None:
         """What forward takes; None if not known."""
-        if self.input_size is not None:
+        if self.example_inputs is None and self.input_size is not None:
             return image_inputs(self.input_size)
         return self.example_inputs
 

@@ -3,13 +3,14 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from ..errors import NothingMatchesError, PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
+from ..networks.input_tensors import image_inputs
 from ..networks.sites import ConvSite, ModelConvs, OldConv, Skipped
 from ..networks.source import ModelSource
 from ..options import (
@@ -99,7 +100,7 @@ def make_plan(
     layers, budget = solve_counts(drafts, share)
 
     example_inputs = None
-    if convs.input_size is None:
+    if convs.input_size is None or convs.inputs != image_inputs(convs.input_size):
         example_inputs = convs.inputs
     return ConversionPlan(
         input_size=convs.input_size,
@@ -176,18 +177,8 @@ def _draft_layers(
     refuse_overridden_options(rules, options)
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
-    size: int | Sequence[int] | str | None = options.dilated_size
-    if size == AUTO:
-        size = recommended_size(convs, rules, rule_of)
-    drafts: list[LayerPlan] = []
-    errors: dict[str, PlanError] = {}  # by the names of sites that cannot take their size
-    for site in convs.sites:
-        if site.name in rule_of:
-            try:
-                drafts.append(_draft(site, rules, rule_of[site.name], size, options))
-            except PlanError as error:
-                errors[site.name] = error
-                reasons[site.name] = str(error)
+    drafts, errors = _measured_drafts(convs, rules, rule_of, options)
+    reasons |= {name: str(error) for name, error in errors.items()}
     if errors and (options.strict or not drafts):
         name = next(iter(errors))
         message = f"{name}: {reasons[name]}"
@@ -202,6 +193,43 @@ def _draft_layers(
         if site.name in reasons:
             skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
     return drafts, [*skipped, *convs.skipped]
+
+
+def _measured_drafts(
+    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
+) -> tuple[list[LayerPlan], dict[str, PlanError]]:
+    """Draft layers whose windows the network allows; also return why other sites have no layer.
+
+    A window that the network does not allow is taken out. Then, "auto" may find a larger size for
+    the others, so they are measured again.
+    """
+    while True:
+        drafts: list[LayerPlan] = []
+        errors: dict[str, PlanError] = {}
+        windows: dict[str, tuple[int, ...]] = {}
+        size: int | Sequence[int] | str | None = options.dilated_size
+        if size == AUTO:
+            size = recommended_size(convs, rules, rule_of)
+        for site in convs.sites:
+            if site.name not in rule_of:
+                continue
+            index = rule_of[site.name]
+            try:
+                draft = _draft(site, rules, index, size, options)
+            except PlanError as error:
+                errors[site.name] = error
+                continue
+            drafts.append(draft)
+            if rules.rules[index].padding != "any":
+                windows[site.name] = draft.dilated_size
+        broken = {} if convs.dependence is None else convs.dependence.broken_by(windows)
+        if not broken:
+            return drafts, errors
+        sites = []
+        for site in convs.sites:
+            fixed_axes = {**site.fixed_axes, **broken.get(site.name, {})}
+            sites.append(replace(site, fixed_axes=fixed_axes))
+        convs = replace(convs, sites=tuple(sites))
 
 
 def _draft(

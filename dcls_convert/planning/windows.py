@@ -124,20 +124,20 @@ def choose_window(
     check_window(site.kernel_size, site.dilation, window, dense_axes)
     if rule.padding != "any":
         _check_centred(site, window)
-        _check_one_sided(site, window)
+        _check_may_grow(site, window)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, padding)
     return window, dense_axes
 
 
-def _check_one_sided(site: ConvSite, window: Sequence[int]) -> None:
-    """Refuse (NoWindowError) to grow along an axis if outputs depend on one side of it only."""
-    for axis in site.one_sided_axes:
+def _check_may_grow(site: ConvSite, window: Sequence[int]) -> None:
+    """Refuse (NoWindowError) to grow along an axis if outputs would depend on other inputs."""
+    for axis, reason in site.fixed_axes.items():
         if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
             raise NoWindowError(
-                f"each output depends only on inputs on one side of it{_along(site, axis)}; a "
-                f"larger window would also read inputs on the other side {BEYOND}"
+                f"{reason}{_along(site, axis)}; a larger window would also read other inputs "
+                f"{BEYOND}"
             )
 
 

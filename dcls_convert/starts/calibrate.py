@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.model_state import eval_mode, run_batch
 from ..networks.process_settings import full_precision
+from ..networks.running import Run, running
 from ..placing.place import LayerGroup
 from ..progress import Notify
 from ..text import one_line
@@ -81,10 +81,12 @@ def _measure(
     model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibration, *, joint: bool
 ) -> dict[nn.Module, InputMoments]:
     moments: dict[nn.Module, InputMoments] = {}
-    for group in groups:
-        box = Box.of(group.layer_plans[0])
-        for conv, layer in zip(group.convs, group.layers, strict=True):
-            moments[conv] = InputMoments(layer, box, joint=joint)
+
+    def start() -> None:
+        for group in groups:
+            box = Box.of(group.layer_plans[0])
+            for conv, layer in zip(group.convs, group.layers, strict=True):
+                moments[conv] = InputMoments(layer, box, joint=joint)
 
     # The model's own code may have entered other modes.
     @full_precision()
@@ -93,20 +95,21 @@ def _measure(
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         moments[conv].add(args[0] if args else kwargs["input"])
 
-    with contextlib.ExitStack() as hooks, eval_mode(model):
+    start()
+    with contextlib.ExitStack() as hooks, running(model, restart=start) as run:
         for module in moments:
             hooks.callback(module.register_forward_pre_hook(add, with_kwargs=True).remove)
         for batch in calibration.batches:
-            _forward(model, batch)
+            _forward(run, batch)
     return moments
 
 
-def _forward(model: nn.Module, batch: Tensor) -> None:
+def _forward(run: Run, batch: Tensor) -> None:
     """Run the model, with images in the memory format in which CPUs convolve fastest."""
     if batch.dim() == 4:
         batch = batch.contiguous(memory_format=torch.channels_last)
     try:
-        run_batch(model, batch)
+        run(batch)
     except DclsConvertError:
         raise
     except Exception as error:  # the model's own code

@@ -100,10 +100,10 @@ def calibrate(
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
-    if plan.example_inputs is not None:
+    if plan.input_size is None and plan.inputs is not None:
         raise DclsConvertError(
             "calibration: images are for a network of one image, and this one takes "
-            f"{inputs_text(plan.example_inputs)}; convert it without them"
+            f"{inputs_text(plan.inputs)}; convert it without them"
         )
     if not isinstance(images, str | Path):
         for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):

@@ -41,8 +41,10 @@ def measured(name):
         plan = plan_conversion(loaded.convs, EVERY_KERNEL)
     model = build_model(loaded.source)
     convs = {layer.name: model.get_submodule(layer.name) for layer in plan.layers}
-    found = measure(model, convs, loaded.convs.inputs)
-    return found.reasons, found.one_sided_axes  # in training mode, some need labels
+    found = measure(model, convs, loaded.convs.inputs)  # in training mode, some need labels
+    windows = {layer.name: layer.dilated_size for layer in plan.layers}
+    broken = {} if found.dependence is None else found.dependence.broken_by(windows)
+    return found.reasons, broken
 
 
 SMALL = (

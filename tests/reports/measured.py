@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.networks.model_state import eval_mode, without_values
+from dcls_convert.networks.running import running
 from dcls_convert.reports.report import predict_report
 
 
@@ -39,8 +39,8 @@ def set_after(change, count):
 
 def count_flops(model, input_size):
     image = torch.empty(1, *input_size, dtype=next(model.parameters()).dtype, device="meta")
-    with eval_mode(model), without_values(model), FlopCounterMode(display=False) as counter:
-        model(image)
+    with running(model, on_meta=True) as run, FlopCounterMode(display=False) as counter:
+        run(image)
     return counter.get_flop_counts()
 
 

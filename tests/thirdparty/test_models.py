@@ -18,7 +18,7 @@ from dcls_convert import convert_, fold_to_dense_, load_converted, save_converte
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.networks.model_state import eval_mode
+from dcls_convert.networks.running import running
 
 from ..command_line import run
 from . import models
@@ -92,8 +92,8 @@ def row(case, report):
 
 
 def outputs(model, images):
-    with torch.no_grad(), eval_mode(model), warnings.catch_warnings(action="ignore"):
-        return model(images)
+    with running(model) as run:
+        return run(images)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.factory)

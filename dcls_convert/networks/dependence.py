@@ -1,0 +1,408 @@
+"""Which outputs of a network depend on which cells of its inputs: a table, and laws read off it.
+
+Along an axis of an input and the axis of an output that belongs to it, the table says which output
+cells change with which input cells. Here, for a kernel of 3 cells:
+
+              input cell
+            0 1 2 3 4 5 6 7
+          0 x x . . . . . .     A row is what an output cell looks at: output 2 looks at inputs 1 to
+  output  1 x x x . . . . .     3, so its displacements are -1, 0 and +1.
+  cell    2 . x x x . . . .     A column is what changes with an input cell: outputs 2 to 4 with
+          3 . . x x x . . .     input 3. One run with a changed cell shows it.
+
+The displacement of an entry is `input cell - stride * output cell`. An output's own place are the
+displacements in `AxisPair.own`: only 0 if the output has as many cells as the input.
+
+Laws are read off the columns before windows grow, and must hold afterwards.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..text import join_with_and
+from .inputs import Arguments
+from .model_outputs import finite_share
+
+PROBES = 8  # per group of axes, one run each; they meet all phases of strides of 2, 3, 4 and 8
+# In which order the probes lie along each axis, so that one axis is not taken for another.
+ORDERS = ((0, 1, 2, 3, 4, 5, 6, 7), (3, 6, 1, 4, 7, 2, 5, 0), (5, 2, 7, 0, 6, 3, 1, 4))
+MIN_CELLS = 4  # along an axis; fewer have no order
+MIN_VIEWS = 3  # columns that show something, for a law
+MIN_CORRELATION = 0.85  # of an input's cells and the edges of the columns, if axes belong together
+MAX_STRIDE = 64
+MAX_UPSAMPLING = 16
+MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
+ROUNDING = 1e-6  # of the largest output; Fourier transforms change all outputs by less
+SLACK = 1e-3  # displacements are sums of few fractions
+
+BACK = "each output depends only on inputs on one side of it"
+HOLE = "each output depends on inputs around its own place, but not on this place (a blind spot)"
+
+Outputs = list[Tensor]
+RunOutputs = Callable[[Arguments], Outputs]  # returns the outputs as real numbers
+Interval = tuple[float, float]
+
+
+class CannotMeasureError(Exception):
+    """The network cannot be measured, or not along some axes; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A block of cells of one input, which get other values."""
+
+    input: int  # index among the tensors of the arguments
+    cells: dict[int, tuple[int, int]]  # axis -> first and last cell of the block
+
+    def changed(self, arguments: Arguments) -> Arguments:
+        """Return the arguments with other values in the block."""
+        tensor = arguments.tensors()[self.input].clone()
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        values = torch.unique(numbers)
+        block = numbers
+        for axis, (first, last) in self.cells.items():
+            block = block.narrow(axis, first, last - first + 1)
+        # The value half a ranking away differs from the old one, but is one of the tensor's own.
+        ranks = torch.searchsorted(values.double(), block.double().contiguous())
+        block.copy_(values[(ranks + (len(values) + 1) // 2) % len(values)])
+        return arguments.with_tensor(self.input, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The outputs that change with a block of input cells."""
+
+    probe: Probe
+    changed: list[Tensor | None]  # a mask of each output; None if its shape changed
+
+    def is_empty(self) -> bool:
+        """True if nothing changed."""
+        return all(mask is not None and not mask.any() for mask in self.changed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisPair:
+    """An axis of an input and one of an output, and how the output's cells lie over the input's."""
+
+    input_axis: int
+    output: int
+    output_axis: int
+    stride: float = 1  # input cells from one output cell to the next
+    own: Interval = (0, 0)  # displacements of the place that may be the output's own
+    correlation: float = 0  # of the input cells and an edge of their columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """Displacements that must not occur: above `most`, below `least`, or inside `hole`."""
+
+    reason: str
+    pair: AxisPair
+    lines: tuple[AxisPair, ...]  # see `changed_cells`
+    least: float = -math.inf
+    most: float = math.inf
+    hole: Interval = (0, 0)
+
+    def is_broken_by(self, column: Column) -> bool:
+        """True if an entry of the column has such a displacement, or the output has no map."""
+        if column.changed[self.pair.output] is None:
+            return True
+        for low, high in displacements(self.pair, self.lines, column):
+            in_hole = self.hole[0] + SLACK < low and high < self.hole[1] - SLACK
+            if low > self.most + SLACK or high < self.least - SLACK or in_hole:
+                return True
+        return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Columns for one group of axes of an input, and the laws that they show."""
+
+    columns: list[Column]
+    laws: list[Law]
+
+    def broken_law(self, run: RunOutputs, arguments: Arguments, before: Outputs) -> Law | None:
+        """Return a law that the network breaks now; `before` are its outputs for the arguments."""
+        if not self.laws:
+            return None
+        for column in self.columns:
+            after = run(column.probe.changed(arguments))
+            now = Column(column.probe, changes(before, after))
+            for law in self.laws:
+                if law.is_broken_by(now):
+                    return law
+        return None
+
+
+def check_finite(outputs: Outputs) -> Outputs:
+    """Return the outputs; raise CannotMeasureError if most of them are not finite numbers."""
+    if finite_share(outputs) < MIN_FINITE:
+        raise CannotMeasureError("its outputs have (nearly) no finite numbers")
+    return outputs
+
+
+def tables_of(run: RunOutputs, arguments: Arguments, before: Outputs) -> tuple[list[Table], str]:
+    """Return a table for each group of axes, and text on those that could not be measured.
+
+    The first axis, the second one, and all later ones together are groups. So no notion of a batch
+    is needed, and any axis may be time.
+
+    Raises:
+        CannotMeasureError: Nothing that is changed in the inputs changes an output.
+    """
+    tables = []
+    problems = []
+    no_effect = 0
+    for index, tensor in enumerate(arguments.tensors()):
+        for group in ((0,), (1,), tuple(range(2, tensor.dim()))):
+            axes = [axis for axis in group if axis < tensor.dim()]
+            axes = [axis for axis in axes if tensor.shape[axis] >= MIN_CELLS]
+            if not axes:
+                continue
+            try:
+                columns = find_columns(run, arguments, before, index, axes)
+                if columns:
+                    tables.append(Table(columns=columns, laws=laws_of(columns, tensor)))
+                else:
+                    no_effect += 1
+            except CannotMeasureError as error:
+                where = f"axis {axes[0]}"
+                if len(axes) > 1:
+                    where = f"axes {join_with_and([str(axis) for axis in axes])}"
+                problems.append(f"along {where} of input {index}, {error}")
+    if no_effect and not tables and not problems:
+        raise CannotMeasureError("its outputs do not change with its inputs")
+    return tables, "; ".join(problems)
+
+
+def find_columns(
+    run: RunOutputs,
+    arguments: Arguments,
+    before: Outputs,
+    index: int,
+    axes: Sequence[int],
+) -> list[Column]:
+    """Change blocks, which double until half of them have an effect.
+
+        x . x . x .     Only every second cell is read: a block of one cell may meet none,
+        [.]   [. x]     a block of two meets one.
+
+    Returns:
+        The columns; [] if not even the whole input has an effect.
+
+    Raises:
+        CannotMeasureError: Most blocks have no effect, whatever their size.
+    """
+    tensor = arguments.tensors()[index]
+    sides = [tensor.shape[axis] for axis in axes]
+
+    def column_of(cells: dict[int, tuple[int, int]]) -> Column:
+        probe = Probe(input=index, cells=cells)
+        return Column(probe, changes(before, run(probe.changed(arguments))))
+
+    size = 1
+    while size == 1 or size <= max(sides) // 2:
+        columns = []
+        for blocks in dict.fromkeys(zip(*blocks_along(sides, size), strict=True)):
+            columns.append(column_of(dict(zip(axes, blocks, strict=True))))
+        if 2 * sum(column.is_empty() for column in columns) <= len(columns):
+            return columns
+        size *= 2
+    if column_of({}).is_empty():  # the whole input
+        return []
+    raise CannotMeasureError("most changed cells change no output")
+
+
+def blocks_along(sides: Sequence[int], size: int) -> list[list[tuple[int, int]]]:
+    """Spread blocks over the middle half of each axis; return their first and last cells."""
+    blocks = []
+    for side, order in zip(sides, ORDERS, strict=False):
+        length = min(size, side)
+        last = side - length
+        room = last // 2 + 1
+        step = max(1, (room // PROBES - 1) | 1)  # odd, so that it meets all phases of a stride
+        count = min(PROBES, room)
+        first = (last - step * (count - 1)) // 2
+        starts = [first + step * (place % count) for place in order]
+        blocks.append([(start, start + length - 1) for start in starts])
+    return blocks
+
+
+def changes(before: Outputs, after: Outputs) -> list[Tensor | None]:
+    """Return where outputs differ. What is not finite says nothing."""
+    masks: list[Tensor | None] = [None] * len(before)
+    for number, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old.shape != new.shape:
+            continue
+        finite = old.isfinite() & new.isfinite()
+        values = torch.where(finite, old.double(), 0)
+        difference = torch.where(finite, new.double() - values, 0).abs()
+        scale = max(values.abs().max(), difference.max()) if values.numel() else 0
+        rounding = min(ROUNDING, 10 * torch.finfo(old.dtype).eps)
+        masks[number] = difference > rounding * scale
+    return masks
+
+
+def changed_cells(pair: AxisPair, lines: Sequence[AxisPair], column: Column) -> list[int]:
+    """Return the output cells along an axis that change.
+
+    With `lines`, the pairs of other axes, only those over the probe along these axes count: a
+    PixelCNN looks to both sides in the rows above its own, to one side in its own.
+    """
+    mask = column.changed[pair.output]
+    assert mask is not None
+    for line in lines:
+        first, last = column.probe.cells[line.input_axis]
+        size = mask.shape[line.output_axis]
+        low = math.ceil((first - line.own[1]) / line.stride - SLACK)
+        high = math.floor((last - line.own[0]) / line.stride + SLACK)
+        low = min(size, max(0, low))
+        mask = mask.narrow(line.output_axis, low, max(0, min(size, high + 1) - low))
+    cells = mask.movedim(pair.output_axis, 0).flatten(1) if mask.dim() > 1 else mask.unsqueeze(1)
+    return [int(cell) for cell in cells.any(1).nonzero()]
+
+
+def displacements(
+    pair: AxisPair, lines: Sequence[AxisPair], column: Column
+) -> list[tuple[float, float]]:
+    """Return the displacements of the first and last cell of the block, for each changed output."""
+    first, last = column.probe.cells[pair.input_axis]
+    found = []
+    for cell in changed_cells(pair, lines, column):
+        found.append((first - pair.stride * cell, last - pair.stride * cell))
+    return found
+
+
+def laws_of(columns: Sequence[Column], tensor: Tensor) -> list[Law]:
+    """Return the laws for all outputs that keep their shape, along all axes of the columns.
+
+    Each is looked for in the whole output, and in the line through the probe.
+
+    Raises:
+        CannotMeasureError: No output keeps its shape.
+    """
+    laws: list[Law] = []
+    count = len(columns[0].changed)
+    fixed = [n for n in range(count) if all(column.changed[n] is not None for column in columns)]
+    if not fixed:
+        raise CannotMeasureError("the shapes of its outputs depend on the values of its inputs")
+    for output in fixed:
+        pairs = find_pairs(columns, tensor, output)
+        for pair in pairs:
+            others = tuple(other for other in pairs if other.input_axis != pair.input_axis)
+            for lines in {(), others}:
+                views = [displacements(pair, lines, column) for column in columns]
+                laws += limits_of(pair, lines, [view for view in views if view])
+    return laws
+
+
+def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[AxisPair]:
+    """Return, for each axis of an output, the axis of the input with which it moves, if any."""
+    best: dict[int, AxisPair] = {}
+    mask = columns[0].changed[output]
+    assert mask is not None
+    for axis in columns[0].probe.cells:
+        for output_axis, size in enumerate(mask.shape):
+            if size < MIN_CELLS:
+                continue
+            pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
+            found = place_over_input(pair, tensor.shape[axis], size, columns)
+            known = best.get(output_axis)
+            if found and (known is None or found.correlation > known.correlation):
+                best[output_axis] = found
+    return list(best.values())
+
+
+def place_over_input(
+    pair: AxisPair, side: int, size: int, columns: Sequence[Column]
+) -> AxisPair | None:
+    """Return how output cells lie over input cells; None if no edge of a column moves with it.
+
+    The stride is the slope of the edges. The place is known from the sizes, up to what was cut:
+
+        side 7, size 3, stride 2:   0 0 1 1 2 2 .   to   . 0 0 1 1 2 2      own = 0 to 2
+    """
+    first_edge: list[tuple[int, int]] = []  # input cell, and the first output that changes with it
+    last_edge: list[tuple[int, int]] = []
+    for column in columns:
+        cells = changed_cells(pair, (), column)
+        first, last = column.probe.cells[pair.input_axis]
+        if cells and min(cells) > 0:
+            first_edge.append((first, min(cells)))
+        if cells and max(cells) < size - 1:
+            last_edge.append((last, max(cells)))
+    slopes = [slope for slope in (_slope(first_edge), _slope(last_edge)) if slope is not None]
+    if not slopes:
+        return None
+    correlation, slope = max(slopes)
+
+    def misfit(stride: float) -> tuple[float, bool, float]:
+        # With the right stride, an edge moves beside the cells by the phases of the stride at most.
+        excess = 0.0
+        for edge in (first_edge, last_edge):
+            beside = [cell - stride * place for cell, place in edge] or [0]
+            excess += max(0, max(beside) - min(beside) - max(0, stride - 1))
+        return round(excess, 3), stride == side / size, abs(math.log(stride * slope))
+
+    upsampling = [1 / factor for factor in range(1, MAX_UPSAMPLING + 1)]
+    stride = min([side / size, *upsampling, *range(2, MAX_STRIDE + 1)], key=misfit)
+    cut = side - size * stride
+    # More cells than that are padding: on both sides, as far as is known.
+    padded = int(cut / 2) if cut <= -stride else 0
+    own = (min(0, stride - 1) + padded, max(0, stride - 1) + max(0, cut))
+    return replace(pair, stride=stride, own=own, correlation=correlation)
+
+
+def _slope(edge: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
+    """Return the correlation of an edge with the input cells, and its slope; or None."""
+    if len({cell for cell, _ in edge}) < MIN_CELLS:
+        return None
+    (x, xy), (_, y) = torch.tensor(edge, dtype=torch.float64).T.cov().tolist()
+    if xy <= MIN_CORRELATION * math.sqrt(x * y):
+        return None
+    return xy / math.sqrt(x * y), xy / x
+
+
+def limits_of(
+    pair: AxisPair, lines: tuple[AxisPair, ...], views: Sequence[Sequence[Interval]]
+) -> Iterator[Law]:
+    """Yield what displacements must not become, given those that each column shows.
+
+    1. Outputs look ahead of (behind) their own place only if they did before:
+
+        x x x [x] . . .      looks back: the view ends in its own place, its centre lies before it
+        . . x [x] x . .      ordinary: the centre lies in its own place
+        . . x [x x] . .      so it does with a kernel of 3 and a stride of 2
+
+    2. An own place that outputs do not look at, between cells that they look at, stays so:
+
+        . x x [.] x x .
+    """
+    if len(views) < MIN_VIEWS:
+        return
+    most = max(low for view in views for low, _ in view)
+    least = min(high for view in views for _, high in view)
+    centre = (most + least) / 2
+    start, end = pair.own
+    if most <= end + SLACK and centre < start - SLACK:
+        yield Law(reason=BACK, pair=pair, lines=lines, most=max(most, start))
+    # torch pads an even centred kernel so that it looks one cell further ahead.
+    if least >= start - SLACK and centre > end + 0.5 + SLACK:
+        yield Law(reason=BACK, pair=pair, lines=lines, least=min(least, end))
+    if end - start > max(0, pair.stride - 1) + SLACK:  # what was cut leaves the place open
+        start = end = centre
+    last_back = []
+    first_ahead = []
+    for view in views:
+        last_back.append(max((high for _, high in view if high < start - SLACK), default=-math.inf))
+        first_ahead.append(min((low for low, _ in view if low > start - SLACK), default=math.inf))
+    hole = (max(last_back), min(first_ahead))
+    both = 0
+    for back, ahead in zip(last_back, first_ahead, strict=True):
+        both += math.isfinite(back) and math.isfinite(ahead)
+    if hole[1] > end + SLACK and hole[1] - hole[0] > 1 + SLACK and 2 * both >= len(views):
+        yield Law(reason=HOLE, pair=pair, lines=lines, hole=hole)

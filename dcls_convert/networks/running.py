@@ -1,0 +1,173 @@
+"""Run a network: the one way, for all that need its outputs.
+
+    with running(model) as run:
+        outputs = run(images)
+
+In a run,
+
+- the network has its own copies of the inputs, on its device and in its dtype;
+- every module is in eval mode, with full precision and seeded random numbers;
+- nothing is printed, and compiled parts run uncompiled;
+- there are no gradients, unless forward itself needs them.
+
+After each run, the network is as before: parameters and their gradients, buffers, attributes, and
+the containers among them. After the block, its modules are in their previous mode.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import is_out_of_memory
+from .model_state import containers_of, copy_tensors_, image_dtype, refill_
+from .process_settings import full_precision, seeded, suppress_output
+from .wrappers import COMPILED
+
+SMALL = 1e-2  # a parameter below it, such as a new layer scale, hides what is behind it
+
+
+class Run(Protocol):
+    """Returns a network's outputs for tensors, by position and by keyword."""
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any: ...
+
+
+@contextlib.contextmanager
+def running(
+    model: nn.Module, *, on_meta: bool = False, restart: Callable[[], None] = lambda: None
+) -> Iterator[Run]:
+    """Yield a function that runs the network, as the top of this file says.
+
+    Args:
+        model: The network.
+        on_meta: Run it on the meta device, where no values are computed. Code that is not a
+            library's may look at values, or keep tensors for later, so it must not run there.
+        restart: Called if the first run begins again, with gradients; hooks must then forget what
+            they have recorded.
+    """
+    modes = {module: module.training for module in model.modules()}
+    kept = [] if on_meta else _parameter_values(model)
+    needs_gradients: bool | None = None  # None before a run has succeeded
+
+    def run(*args: Tensor, **kwargs: Tensor) -> Any:
+        nonlocal needs_gradients
+        try:
+            with torch.set_grad_enabled(needs_gradients is True):
+                outputs = run_once(*args, **kwargs)
+        except RuntimeError as error:
+            if needs_gradients is not None or is_out_of_memory(error):
+                raise
+            # Forward may differentiate, as for forces or unrolled optimisation.
+            restart()
+            with contextlib.suppress(Exception), torch.enable_grad():
+                outputs = run_once(*args, **kwargs)
+                needs_gradients = True
+                return outputs
+            raise
+        needs_gradients = needs_gradients is True
+        return outputs
+
+    def run_once(*args: Tensor, **kwargs: Tensor) -> Any:
+        saved = containers_of(model)
+        try:
+            for parameter, *_ in kept:
+                parameter.grad = None  # forward may add to it
+            copy_tensors_(model, on_meta=on_meta)
+            args, kwargs = _copies_for(model, args, kwargs)
+            with contextlib.ExitStack() as stack:
+                for context in (full_precision(), suppress_output(), seeded(0), _uncompiled(model)):
+                    stack.enter_context(context)
+                if on_meta:
+                    stack.enter_context(torch.device("meta"))
+                return model(*args, **kwargs)
+        finally:
+            refill_(saved)
+            _restore_(kept)
+
+    try:
+        for module in modes:
+            module.training = False  # not `eval()`, which the model's class may override
+        yield run
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        _restore_(kept)
+
+
+def _copies_for(
+    model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return copies of the inputs, on the model's device and in its `image_dtype`."""
+    tensors = [*model.parameters(), *model.buffers(), *args, *kwargs.values()]
+    device = tensors[0].device
+    dtype = image_dtype(model)
+
+    def copy(tensor: Tensor) -> Tensor:
+        dtype_of_copy = dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, dtype_of_copy, copy=True)
+
+    return tuple(map(copy, args)), {name: copy(tensor) for name, tensor in kwargs.items()}
+
+
+Kept = list[tuple[nn.Parameter, Tensor, bool, Tensor | None]]
+
+
+def _parameter_values(model: nn.Module) -> Kept:
+    """Return each parameter with its values, whether it is trained, and its gradient."""
+    kept: Kept = []
+    for parameter in model.parameters():
+        with contextlib.suppress(RuntimeError):  # torch cannot copy or change some kinds
+            values = parameter.detach().clone()
+            parameter.data.copy_(values)
+            kept.append((parameter, values, parameter.requires_grad, parameter.grad))
+    return kept
+
+
+def _restore_(kept: Kept) -> None:
+    """Restore the values of parameters; autograd, which may have saved them, does not notice."""
+    for parameter, values, requires_grad, gradient in kept:
+        parameter.data.copy_(values)
+        parameter.requires_grad_(requires_grad)
+        parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run compiled parts of a model as they were before: one image is not worth a compilation."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if COMPILED in module._modules or vars(module).get("_compiled_call_impl") is not None:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                break
+        yield
+
+
+@contextlib.contextmanager
+def without_small_parameters(model: nn.Module) -> Iterator[bool]:
+    """Give parameters that are (nearly) zero larger values inside the block.
+
+    A small parameter, such as a new layer scale, hides from the outputs what is behind it. Yields
+    whether there are any. Runs are begun inside the block.
+    """
+    generator = torch.Generator().manual_seed(1)
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            with contextlib.suppress(RuntimeError):  # torch cannot change some kinds in place
+                if parameter.detach().abs().max() >= SMALL:
+                    continue
+                old = parameter.detach().clone()
+                parameter.data.copy_(old)  # if torch cannot change it, it is not kept
+                scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
+                values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
+                kept.append((parameter, old))
+                parameter.data.copy_(values * scale)
+        yield bool(kept)
+    finally:
+        for changed, values in kept:
+            changed.data.copy_(values)
