@@ -39,8 +39,14 @@ MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
 ROUNDING = 1e-6  # of the largest output; Fourier transforms change all outputs by less
 SLACK = 1e-3  # displacements are sums of few fractions
 
-BACK = "each output depends only on inputs on one side of it"
-HOLE = "each output depends on inputs around its own place, but not on this place (a blind spot)"
+ONE_SIDE = (
+    "each output depends only on inputs on one side of it; a larger window would also read inputs "
+    "on the other side (later times, or a neighbouring tile)"
+)
+BLIND_SPOT = (
+    "outputs do not depend on the input at their own place, but on those around it; a larger "
+    "window would also read this place"
+)
 
 Outputs = list[Tensor]
 RunOutputs = Callable[[Arguments], Outputs]  # returns the outputs as real numbers
@@ -389,10 +395,10 @@ def limits_of(
     centre = (most + least) / 2
     start, end = pair.own
     if most <= end + SLACK and centre < start - SLACK:
-        yield Law(reason=BACK, pair=pair, lines=lines, most=max(most, start))
+        yield Law(reason=ONE_SIDE, pair=pair, lines=lines, most=max(most, start))
     # torch pads an even centred kernel so that it looks one cell further ahead.
     if least >= start - SLACK and centre > end + 0.5 + SLACK:
-        yield Law(reason=BACK, pair=pair, lines=lines, least=min(least, end))
+        yield Law(reason=ONE_SIDE, pair=pair, lines=lines, least=min(least, end))
     if end - start > max(0, pair.stride - 1) + SLACK:  # what was cut leaves the place open
         start = end = centre
     last_back = []
@@ -405,4 +411,4 @@ def limits_of(
     for back, ahead in zip(last_back, first_ahead, strict=True):
         both += math.isfinite(back) and math.isfinite(ahead)
     if hole[1] > end + SLACK and hole[1] - hole[0] > 1 + SLACK and 2 * both >= len(views):
-        yield Law(reason=HOLE, pair=pair, lines=lines, hole=hole)
+        yield Law(reason=BLIND_SPOT, pair=pair, lines=lines, hole=hole)

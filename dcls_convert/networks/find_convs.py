@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import PlanError, check_argument
 from ..geometry import size_text
 from ..layers.conv_classes import AnyConv, Conv, padding_of, why_not_replaceable
-from ..layers.dcls_conv import DclsConvNd
+from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import MAX_PIXELS
 from ..text import one_line
 from .dependence import CannotMeasureError
@@ -26,7 +26,7 @@ from .input_tensors import (
     sides_of_image,
 )
 from .inputs import ExampleInputs, describe_inputs
-from .measure import NOT_CALLED, Measured, is_library_code, measure
+from .measure import LIBRARIES, NOT_CALLED, Measured, is_library_code, measure
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -315,10 +315,24 @@ def _site(
         dilation=tuple(map(int, conv.dilation)),
         padding=padding_of(conv),
         padding_mode=conv.padding_mode,
+        lost_members=_lost_members(conv),
         input_extent=None if calls is None else calls.input_extent,
         output_positions=None if calls is None else calls.output_positions,
         frozen=_is_frozen(conv),
     )
+
+
+def _lost_members(conv: AnyConv) -> tuple[str, ...]:
+    """Return the public members of a user's own class that a DCLS layer does not have.
+
+    Attributes of the object itself are carried over.
+    """
+    own_class = type(conv)
+    if own_class.__module__.startswith(LIBRARIES):
+        return ()
+    layer_class = DCLS_LAYERS[len(conv.kernel_size)]
+    members = [name for name in dir(own_class) if not name.startswith("_")]
+    return tuple(name for name in members if not hasattr(layer_class, name))
 
 
 def _is_frozen(conv: AnyConv) -> bool:

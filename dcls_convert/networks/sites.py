@@ -70,6 +70,8 @@ class ConvSite(OldConv):
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
+    # Public members of its class that a DCLS layer does not have.
+    lost_members: tuple[str, ...] = ()
     # Axes along which the windows of a plan must not grow, and why; found when they are chosen.
     fixed_axes: Mapping[int, str] = field(default_factory=dict)
 

@@ -52,6 +52,7 @@ class ConversionPlan(Record):
     # What forward takes, if it is anything else than one image of normal values.
     example_inputs: Inputs | None = None
     not_measured: str | None = None  # see `ModelConvs`
+    notes: tuple[str, ...] = ()  # what users should know of the new layers
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:

@@ -29,7 +29,7 @@ from .plan import ConversionPlan
 from .plan_options import PlanArguments, PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
-from .windows import NoWindowError, choose_window, recommended_size
+from .windows import NoWindowError, choose_window, notes_on, recommended_size
 
 
 def plan_conversion(
@@ -98,6 +98,7 @@ def make_plan(
     if options.tie == "stage":
         drafts = with_tie_groups(drafts)
     layers, budget = solve_counts(drafts, share)
+    site_of = {site.name: site for site in convs.sites}
 
     example_inputs = None
     if convs.input_size is None or convs.inputs != image_inputs(convs.input_size):
@@ -109,6 +110,7 @@ def make_plan(
         macs=convs.macs,
         macs_note=convs.macs_note,
         not_measured=convs.not_measured,
+        notes=tuple(notes_on([(site_of[layer.name], layer.dilated_size) for layer in layers])),
         skipped=tuple(skipped),
         stages_from=_stages_from(convs, rules),
         model=None if source is None else source.name,

@@ -1,6 +1,7 @@
 """Choose the window of each new layer, and recommend a size for a model."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 from ..errors import PlanError
@@ -19,11 +20,10 @@ from ..geometry import (
 )
 from ..networks.sites import ConvSite, ModelConvs
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
+from ..text import join_with_and, short_list
 from .rules import Rule, RuleSet
 
-BEYOND = (
-    "(later times, or a neighbouring tile). A rule with 'padding: any' converts it all the same"
-)
+ALL_THE_SAME = "A rule with 'padding: any' converts it all the same"
 
 
 class NoWindowError(PlanError):
@@ -135,17 +135,8 @@ def _check_may_grow(site: ConvSite, window: Sequence[int]) -> None:
     """Refuse (NoWindowError) to grow along an axis if outputs would depend on other inputs."""
     for axis, reason in site.fixed_axes.items():
         if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
-            raise NoWindowError(
-                f"{reason}{_along(site, axis)}; a larger window would also read other inputs "
-                f"{BEYOND}"
-            )
-
-
-def _along(site: ConvSite, axis: int) -> str:
-    """Name an axis in a message, if there are several."""
-    if site.dims == 1:
-        return ""
-    return f" along axis {axis}"
+            where = "" if site.dims == 1 else f"along axis {axis}, "
+            raise NoWindowError(f"{where}{reason}. {ALL_THE_SAME}")
 
 
 def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
@@ -162,10 +153,11 @@ def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
         grows = window[axis] > extents[axis]
         if not grows or keeps_centre(cells, extents[axis], site.stride[axis]):
             continue
+        along = "" if site.dims == 1 else f" along axis {axis}"
         raise NoWindowError(
             f"its padding of {cells} does not centre its kernel of {extents[axis]}"
-            f"{_along(site, axis)}, so a larger window would read inputs that the padding keeps "
-            f"out {BEYOND}"
+            f"{along}, so a larger window would read inputs that the padding keeps out (later "
+            f"times, or a neighbouring tile). {ALL_THE_SAME}"
         )
 
 
@@ -188,15 +180,46 @@ def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, 
 
 def _check_padding(site: ConvSite, window: Sequence[int], padding: Padding) -> None:
     """Raise PlanError for reflect or circular padding wider than torch allows for the input."""
-    if site.padding_mode not in ("reflect", "circular") or site.input_extent is None:
-        return
-    cells = padded_cells(padding, site.input_extent, window, site.stride)
-    for before_and_after, side in zip(cells, site.input_extent, strict=True):
-        width = max(before_and_after)
-        widest = side
-        if site.padding_mode == "reflect":  # reflection does not repeat the border
-            widest = side - 1
-        if width > widest:
+    for width, least, side in _wide_paddings(site, window, padding):
+        if side < least:
             raise PlanError(
                 f"{site.padding_mode} padding of {width} does not fit its input of {side}"
             )
+
+
+def _wide_paddings(
+    site: ConvSite, window: Sequence[int], padding: Padding
+) -> list[tuple[int, int, int]]:
+    """Return the width of reflect or circular padding, the least map side, and the map's side.
+
+    One for each axis; none for padding by other modes, or if the map's size is not known.
+    """
+    if site.padding_mode not in ("reflect", "circular") or site.input_extent is None:
+        return []
+    border = int(site.padding_mode == "reflect")  # reflection does not repeat the border
+    cells = padded_cells(padding, site.input_extent, window, site.stride)
+    widths = [max(before_and_after) for before_and_after in cells]
+    return [
+        (width, width + border, side) for width, side in zip(widths, site.input_extent, strict=True)
+    ]
+
+
+def notes_on(sites_and_windows: Sequence[tuple[ConvSite, Sequence[int]]]) -> list[str]:
+    """Return what users should know of new layers, one sentence for all that are alike."""
+    names_of: dict[str, list[str]] = {}
+    for site, window in sites_and_windows:
+        padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
+        paddings = _wide_paddings(site, window, padding)
+        sides = [side for _, _, side in paddings]
+        if paddings and any(map(operator.gt, window, sides)):
+            least = [cells for _, cells, _ in paddings]
+            text = (
+                f"the window {size_text(window)} with {site.padding_mode} padding is larger than "
+                f"the map of {size_text(sides)}; torch fails for maps below {size_text(least)}"
+            )
+            names_of.setdefault(text, []).append(site.name)
+        if site.lost_members:
+            members = join_with_and(site.lost_members)
+            text = f"the class {site.type} has {members}, which the DCLS layer lacks"
+            names_of.setdefault(text, []).append(site.name)
+    return [f"{short_list(names)}: {text}." for text, names in names_of.items()]

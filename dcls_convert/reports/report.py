@@ -53,9 +53,9 @@ LAYER_KEYS = (
 )
 LAST_KEYS = (
     *("skipped", "stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
-    *("layers_beyond_map", "not_measured"),
+    *("layers_beyond_map", "not_measured", "notes"),
 )
-LEFT_OUT_IF_EMPTY = ("outcome", "not_measured")
+LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "notes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,11 @@ class ConversionReport:
     def not_measured(self) -> str | None:
         """Why this was not measured; None if it was, or need not be."""
         return self.plan.not_measured
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of the new layers."""
+        return self.plan.notes
 
     @property
     def folded(self) -> bool:
@@ -372,7 +377,7 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
             "the window is at least twice as large as the feature map at this input size; "
             "its outer cells meet only padding."
         )
-    return [*lines, *outcome_sentences(report.outcome)]
+    return [*lines, *report.notes, *outcome_sentences(report.outcome)]
 
 
 def _budget_sentence(report: ConversionReport) -> str:
