@@ -19,6 +19,7 @@ Laws are read off the columns before windows grow, and must hold afterwards.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -27,14 +28,17 @@ from ..text import join_with_and
 from .inputs import Arguments
 from .model_outputs import finite_share
 
-PROBES = 8  # per group of axes, one run each; they meet all phases of strides of 2, 3, 4 and 8
-# In which order the probes lie along each axis, so that one axis is not taken for another.
-ORDERS = ((0, 1, 2, 3, 4, 5, 6, 7), (3, 6, 1, 4, 7, 2, 5, 0), (5, 2, 7, 0, 6, 3, 1, 4))
+PROBES = 8  # per group of axes, one run each; up to MAX_PROBES to meet all phases of a stride
+MAX_PROBES = 32
+# Probe number i is at place i * factor (modulo their number) along an axis, so that one axis is not
+# taken for another.
+ORDERS = (1, 3, 5)
 MIN_CELLS = 4  # along an axis; fewer have no order
 MIN_VIEWS = 3  # columns that show something, for a law
 MIN_CORRELATION = 0.85  # of an input's cells and the edges of the columns, if axes belong together
 MAX_STRIDE = 64
 MAX_UPSAMPLING = 16
+MAX_DENOMINATOR = 4  # of other strides: 3/2 is pooling by 3, then upsampling by 2
 MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
 ROUNDING = 1e-6  # of the largest output; Fourier transforms change all outputs by less
 SLACK = 1e-3  # displacements are sums of few fractions
@@ -97,7 +101,7 @@ class AxisPair:
     input_axis: int
     output: int
     output_axis: int
-    stride: float = 1  # input cells from one output cell to the next
+    stride: Fraction = Fraction(1)  # input cells from one output cell to the next
     own: Interval = (0, 0)  # displacements of the place that may be the output's own
     correlation: float = 0  # of the input cells and an edge of their columns
 
@@ -211,11 +215,15 @@ def find_columns(
         return Column(probe, changes(before, run(probe.changed(arguments))))
 
     size = 1
-    while size == 1 or size <= max(sides) // 2:
-        columns = []
-        for blocks in dict.fromkeys(zip(*blocks_along(sides, size), strict=True)):
-            columns.append(column_of(dict(zip(axes, blocks, strict=True))))
+    while size == 1 or size <= max(sides) // 4:
+        blocks = spread_blocks(sides, size, [])
+        columns = [column_of(dict(zip(axes, cells, strict=True))) for cells in blocks]
         if 2 * sum(column.is_empty() for column in columns) <= len(columns):
+            strides = [pair.stride.numerator for pair in find_all_pairs(columns, tensor)]
+            blocks_for_strides = spread_blocks(sides, size, strides)
+            if blocks_for_strides != blocks:
+                blocks = blocks_for_strides
+                columns = [column_of(dict(zip(axes, cells, strict=True))) for cells in blocks]
             return columns
         size *= 2
     if column_of({}).is_empty():  # the whole input
@@ -223,19 +231,30 @@ def find_columns(
     raise CannotMeasureError("most changed cells change no output")
 
 
-def blocks_along(sides: Sequence[int], size: int) -> list[list[tuple[int, int]]]:
-    """Spread blocks over the middle half of each axis; return their first and last cells."""
-    blocks = []
-    for side, order in zip(sides, ORDERS, strict=False):
+def spread_blocks(
+    sides: Sequence[int], size: int, strides: Sequence[int]
+) -> list[tuple[tuple[int, int], ...]]:
+    """Spread blocks over the middle half of the axes; return their first and last cells.
+
+    They meet all phases of the strides, as far as there is room: the step from one to the next has
+    no factor in common with a stride.
+    """
+    count = PROBES
+    while count < MAX_PROBES and count < 2 * max(strides, default=0):
+        count *= 2
+    blocks_along = []
+    for side, factor in zip(sides, ORDERS, strict=False):
         length = min(size, side)
         last = side - length
         room = last // 2 + 1
-        step = max(1, (room // PROBES - 1) | 1)  # odd, so that it meets all phases of a stride
-        count = min(PROBES, room)
-        first = (last - step * (count - 1)) // 2
-        starts = [first + step * (place % count) for place in order]
-        blocks.append([(start, start + length - 1) for start in starts])
-    return blocks
+        step = max(1, (room // count - 1) | 1)  # odd, for strides that are not known yet
+        while any(math.gcd(step, stride) > 1 for stride in strides):
+            step -= 2
+        places = min(count, room)
+        first = (last - step * (places - 1)) // 2
+        starts = [first + step * (number * factor % count % places) for number in range(count)]
+        blocks_along.append([(start, start + length - 1) for start in starts])
+    return list(dict.fromkeys(zip(*blocks_along, strict=True)))
 
 
 def changes(before: Outputs, after: Outputs) -> list[Tensor | None]:
@@ -264,8 +283,8 @@ def changed_cells(pair: AxisPair, lines: Sequence[AxisPair], column: Column) -> 
     for line in lines:
         first, last = column.probe.cells[line.input_axis]
         size = mask.shape[line.output_axis]
-        low = math.ceil((first - line.own[1]) / line.stride - SLACK)
-        high = math.floor((last - line.own[0]) / line.stride + SLACK)
+        low = math.ceil((first - line.own[1]) / float(line.stride) - SLACK)
+        high = math.floor((last - line.own[0]) / float(line.stride) + SLACK)
         low = min(size, max(0, low))
         mask = mask.narrow(line.output_axis, low, max(0, min(size, high + 1) - low))
     cells = mask.movedim(pair.output_axis, 0).flatten(1) if mask.dim() > 1 else mask.unsqueeze(1)
@@ -279,7 +298,8 @@ def displacements(
     first, last = column.probe.cells[pair.input_axis]
     found = []
     for cell in changed_cells(pair, lines, column):
-        found.append((first - pair.stride * cell, last - pair.stride * cell))
+        place = float(pair.stride) * cell
+        found.append((first - place, last - place))
     return found
 
 
@@ -292,18 +312,32 @@ def laws_of(columns: Sequence[Column], tensor: Tensor) -> list[Law]:
         CannotMeasureError: No output keeps its shape.
     """
     laws: list[Law] = []
-    count = len(columns[0].changed)
-    fixed = [n for n in range(count) if all(column.changed[n] is not None for column in columns)]
-    if not fixed:
+    if not _fixed_outputs(columns):
         raise CannotMeasureError("the shapes of its outputs depend on the values of its inputs")
-    for output in fixed:
-        pairs = find_pairs(columns, tensor, output)
-        for pair in pairs:
-            others = tuple(other for other in pairs if other.input_axis != pair.input_axis)
-            for lines in {(), others}:
-                views = [displacements(pair, lines, column) for column in columns]
-                laws += limits_of(pair, lines, [view for view in views if view])
+    pairs = find_all_pairs(columns, tensor)
+    for pair in pairs:
+        others = []
+        for other in pairs:
+            if other.output == pair.output and other.input_axis != pair.input_axis:
+                others.append(other)
+        for lines in {(), tuple(others)}:
+            views = [displacements(pair, lines, column) for column in columns]
+            laws += limits_of(pair, lines, [view for view in views if view])
     return laws
+
+
+def _fixed_outputs(columns: Sequence[Column]) -> list[int]:
+    """Return the outputs that keep their shape in all columns."""
+    outputs = range(len(columns[0].changed))
+    return [n for n in outputs if all(column.changed[n] is not None for column in columns)]
+
+
+def find_all_pairs(columns: Sequence[Column], tensor: Tensor) -> list[AxisPair]:
+    """Return the pairs of axes of all outputs that keep their shape."""
+    pairs = []
+    for output in _fixed_outputs(columns):
+        pairs += find_pairs(columns, tensor, output)
+    return pairs
 
 
 def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[AxisPair]:
@@ -330,7 +364,9 @@ def place_over_input(
 
     The stride is the slope of the edges. The place is known from the sizes, up to what was cut:
 
-        side 7, size 3, stride 2:   0 0 1 1 2 2 .   to   . 0 0 1 1 2 2      own = 0 to 2
+        side 7, size 3, stride 2:      0 0 1 1 2 2 .   to   . 0 0 1 1 2 2      own = 0 to 2
+        side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
+                                       3 to 5 under outputs 2 and 3            own = -1.5 to 2
     """
     first_edge: list[tuple[int, int]] = []  # input cell, and the first output that changes with it
     last_edge: list[tuple[int, int]] = []
@@ -346,21 +382,38 @@ def place_over_input(
         return None
     correlation, slope = max(slopes)
 
-    def misfit(stride: float) -> tuple[float, bool, float]:
+    def misfit(stride: Fraction) -> tuple[float, int, float]:
         # With the right stride, an edge moves beside the cells by the phases of the stride at most.
+        phases = stride.numerator - 1 if stride.denominator <= MAX_UPSAMPLING else stride
         excess = 0.0
         for edge in (first_edge, last_edge):
-            beside = [cell - stride * place for cell, place in edge] or [0]
-            excess += max(0, max(beside) - min(beside) - max(0, stride - 1))
-        return round(excess, 3), stride == side / size, abs(math.log(stride * slope))
+            beside = [cell - float(stride) * place for cell, place in edge] or [0]
+            excess += max(0, max(beside) - min(beside) - float(phases))
+        return round(excess, 3), stride.denominator, abs(math.log(stride * slope))
 
-    upsampling = [1 / factor for factor in range(1, MAX_UPSAMPLING + 1)]
-    stride = min([side / size, *upsampling, *range(2, MAX_STRIDE + 1)], key=misfit)
-    cut = side - size * stride
+    stride = min(_strides(Fraction(side, size), 1 / slope), key=misfit)
+    cells = float(stride)
+    first_place = min(0.0, cells - 1)
+    last_place = max(0.0, cells - 1)
+    if stride.denominator <= MAX_UPSAMPLING:
+        first_place = -(stride.denominator - 1) * cells
+        last_place = stride.numerator - 1
+    cut = side - size * cells
     # More cells than that are padding: on both sides, as far as is known.
-    padded = int(cut / 2) if cut <= -stride else 0
-    own = (min(0, stride - 1) + padded, max(0, stride - 1) + max(0, cut))
+    padded = int(cut / 2) if cut <= -cells else 0
+    own = (first_place + padded, last_place + max(0.0, cut))
     return replace(pair, stride=stride, own=own, correlation=correlation)
+
+
+def _strides(ratio: Fraction, slope: float) -> list[Fraction]:
+    """Return the strides that a network may have, given the ratio of the sizes and the slope."""
+    strides = {ratio}
+    for denominator in range(1, MAX_UPSAMPLING + 1):
+        most = MAX_STRIDE * denominator if denominator <= MAX_DENOMINATOR else 1
+        for numerator in range(1, most + 1):
+            if 0.5 < numerator / denominator / slope < 2:
+                strides.add(Fraction(numerator, denominator))
+    return sorted(strides)
 
 
 def _slope(edge: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
