@@ -84,10 +84,10 @@ class Agreement:
     """
 
     # Share of images for which both networks rank the same class first; scores are (N, classes).
-    same_top1: float | None
+    same_top1: float | None = None
     # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
-    kl: float | None
-    output_error: float | None  # `relative_error` of all floating-point tensors together
+    kl: float | None = None
+    output_error: float | None = None  # `relative_error` of all floating-point tensors together
 
 
 def compare_outputs(outputs: Any, others: Any) -> Agreement:
@@ -95,9 +95,14 @@ def compare_outputs(outputs: Any, others: Any) -> Agreement:
     old_tensors = tensors_in(outputs)
     new_tensors = tensors_in(others)
     if [old.shape for old in old_tensors] != [new.shape for new in new_tensors]:
-        return Agreement(same_top1=None, kl=None, output_error=None)
-    pairs = zip(old_tensors, new_tensors, strict=True)
-    error = relative_error(pair for pair in pairs if pair[0].is_floating_point())
+        return Agreement()
+    pairs = []
+    for old, new in zip(old_tensors, new_tensors, strict=True):
+        if old.is_floating_point() and old.numel():
+            pairs.append((old, new))
+    if not pairs:
+        return Agreement()
+    error = relative_error(pairs)
     same_top1: float | None = None
     kl: float | None = None
     if _are_class_scores(old_tensors):

@@ -194,3 +194,13 @@ def test_the_normalisation_of_a_calibration_stays_with_the_model(tmp_path):
     save_converted(model, report.plan, tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
     assert (config["mean"], config["std"]) == ([0.25] * 3, [0.1, 0.2, 0.3])
+
+
+# --- What is compared
+
+
+def test_a_report_states_nothing_on_outputs_if_no_image_is_held_out():
+    report = convert_(small_model(), dilated_size=5, calibration=NOISE, held_out=())
+    outcome = report.to_dict()["outcome"]
+    numbers = {key: value for key, value in outcome.items() if value is not None}
+    assert numbers == {"kernel_error": outcome["kernel_error"], "images": 0}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dcls_convert.networks.model_outputs import (
+    Agreement,
     ComparisonError,
     compare_outputs,
     max_relative_error,
@@ -49,6 +50,11 @@ def test_the_largest_relative_error_is_that_of_the_worst_tensor():
 def test_what_cannot_be_compared_is_an_error(a, b, says):
     with pytest.raises(ComparisonError, match=says):
         max_relative_error(a, b)
+
+
+@pytest.mark.parametrize("outputs", [[], [torch.tensor([7])], [torch.zeros(0, 4)]])
+def test_where_nothing_is_compared_nothing_is_stated(outputs):
+    assert compare_outputs(outputs, outputs) == Agreement()
 
 
 def test_the_error_of_a_network_is_over_all_floating_tensors_or_none_if_it_is_not_defined():
