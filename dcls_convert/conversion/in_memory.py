@@ -83,8 +83,8 @@ def convert_(
             the cells that can meet the feature map.
         calibration: For init="fit": images, as in `calibrate`, or its result. Elements are then
             fitted so that the outputs, not the kernels, stay close.
-        held_out: Images to compare outputs on, as in `calibrate`. None takes every fifth image of
-            the calibration.
+        held_out: Images to compare outputs on, as in `calibrate`, other than those of the
+            calibration. None takes every fifth of these.
         mean, std: Normalisation of a folder of images, as in `calibrate`.
         input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
             timm model states.

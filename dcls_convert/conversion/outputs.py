@@ -17,6 +17,7 @@ from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
 from ..reports.report import ConversionReport
 from ..starts.images import Calibration
+from ..weights.loading import classifier_prefixes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ def outputs_before_conversion(
     if images is not None and images.held_out:
         held_out = _outputs(model, images.held_out)
         shifted_outputs = _outputs(model, map(_shifted_by_a_pixel, images.held_out))
-        shifted = compare_outputs(held_out, shifted_outputs)
+        shifted = compare_outputs(held_out, shifted_outputs, num_classes=stated_classes(model))
     random = _random_outputs(model, plan)
     return OutputsBefore(held_out=held_out, shifted=shifted, random=random)
 
@@ -68,7 +69,8 @@ def compare_with_outputs_before(
         kernel_error = sum(kernel_errors) / len(kernel_errors)
     if images is None:
         return Outcome(kernel_error=kernel_error, images=0, random_output_error=random_error)
-    converted = compare_outputs(before.held_out, _outputs(model, images.held_out))
+    outputs = _outputs(model, images.held_out)
+    converted = compare_outputs(before.held_out, outputs, num_classes=stated_classes(model))
     return Outcome(
         kernel_error=kernel_error,
         images=sum(map(len, images.held_out)),
@@ -77,9 +79,30 @@ def compare_with_outputs_before(
         random_output_error=random_error,
         same_top1=converted.same_top1,
         kl=converted.kl,
+        same_largest=converted.same_largest,
         output_error=converted.output_error,
         shifted=before.shifted,
     )
+
+
+def stated_classes(model: nn.Module) -> int | None:
+    """Return the number of classes that a network of timm's or torchvision's says it ranks.
+
+    It is 0 for a network without a classifier. Other networks do not say whether their outputs are
+    scores of classes: None.
+    """
+    if not type(model).__module__.startswith(("timm.", "torchvision.models.")):
+        return None
+    stated: int | None = getattr(model, "num_classes", None)
+    if stated is not None:
+        return stated
+    # Most networks of torchvision's do not state it, and end in a linear layer.
+    prefixes = classifier_prefixes(model)
+    last: nn.Module | None = None
+    for name, module in model.named_modules():
+        if f"{name}.".startswith(prefixes):
+            last = module
+    return getattr(last, "out_features", 0)
 
 
 def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:

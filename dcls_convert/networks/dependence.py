@@ -55,6 +55,7 @@ BLIND_SPOT = (
 Outputs = list[Tensor]
 RunOutputs = Callable[[Arguments], Outputs]  # returns the outputs as real numbers
 Interval = tuple[float, float]
+Edge = list[tuple[int, int]]  # an input cell, and the first or last output that changes with it
 
 
 class CannotMeasureError(Exception):
@@ -103,6 +104,7 @@ class AxisPair:
     output_axis: int
     stride: Fraction = Fraction(1)  # input cells from one output cell to the next
     own: Interval = (0, 0)  # displacements of the place that may be the output's own
+    is_cut: bool = False  # True if the output has fewer cells than there are places
     correlation: float = 0  # of the input cells and an edge of their columns
 
 
@@ -272,14 +274,18 @@ def changes(before: Outputs, after: Outputs) -> list[Tensor | None]:
     return masks
 
 
-def changed_cells(pair: AxisPair, lines: Sequence[AxisPair], column: Column) -> list[int]:
-    """Return the output cells along an axis that change.
+def changed_cells(
+    pair: AxisPair, lines: Sequence[AxisPair], column: Column, *, inverted: bool = False
+) -> list[int]:
+    """Return the output cells along an axis that change; inverted, those where something does not.
 
     With `lines`, the pairs of other axes, only those over the probe along these axes count: a
     PixelCNN looks to both sides in the rows above its own, to one side in its own.
     """
     mask = column.changed[pair.output]
     assert mask is not None
+    if inverted:
+        mask = ~mask
     for line in lines:
         first, last = column.probe.cells[line.input_axis]
         size = mask.shape[line.output_axis]
@@ -368,16 +374,12 @@ def place_over_input(
         side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
                                        3 to 5 under outputs 2 and 3            own = -1.5 to 2
     """
-    first_edge: list[tuple[int, int]] = []  # input cell, and the first output that changes with it
-    last_edge: list[tuple[int, int]] = []
-    for column in columns:
-        cells = changed_cells(pair, (), column)
-        first, last = column.probe.cells[pair.input_axis]
-        if cells and min(cells) > 0:
-            first_edge.append((first, min(cells)))
-        if cells and max(cells) < size - 1:
-            last_edge.append((last, max(cells)))
+    first_edge, last_edge = _edges(pair, size, columns, inverted=False)
     slopes = [slope for slope in (_slope(first_edge), _slope(last_edge)) if slope is not None]
+    if not slopes:
+        # Outputs may look at the whole map, but for a hole, which moves.
+        first_edge, last_edge = _edges(pair, size, columns, inverted=True)
+        slopes = [slope for slope in (_slope(first_edge), _slope(last_edge)) if slope is not None]
     if not slopes:
         return None
     correlation, slope = max(slopes)
@@ -402,7 +404,24 @@ def place_over_input(
     # More cells than that are padding: on both sides, as far as is known.
     padded = int(cut / 2) if cut <= -cells else 0
     own = (first_place + padded, last_place + max(0.0, cut))
-    return replace(pair, stride=stride, own=own, correlation=correlation)
+    is_cut = cut >= max(1, cells)
+    return replace(pair, stride=stride, own=own, is_cut=is_cut, correlation=correlation)
+
+
+def _edges(
+    pair: AxisPair, size: int, columns: Sequence[Column], *, inverted: bool
+) -> tuple[Edge, Edge]:
+    """Return the edges of what changes, without those at the border of the map."""
+    first_edge: Edge = []
+    last_edge: Edge = []
+    for column in columns:
+        cells = changed_cells(pair, (), column, inverted=inverted)
+        first, last = column.probe.cells[pair.input_axis]
+        if cells and min(cells) > 0:
+            first_edge.append((first, min(cells)))
+        if cells and max(cells) < size - 1:
+            last_edge.append((last, max(cells)))
+    return first_edge, last_edge
 
 
 def _strides(ratio: Fraction, slope: float) -> list[Fraction]:
@@ -416,7 +435,7 @@ def _strides(ratio: Fraction, slope: float) -> list[Fraction]:
     return sorted(strides)
 
 
-def _slope(edge: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
+def _slope(edge: Edge) -> tuple[float, float] | None:
     """Return the correlation of an edge with the input cells, and its slope; or None."""
     if len({cell for cell, _ in edge}) < MIN_CELLS:
         return None
@@ -452,7 +471,7 @@ def limits_of(
     # torch pads an even centred kernel so that it looks one cell further ahead.
     if least >= start - SLACK and centre > end + 0.5 + SLACK:
         yield Law(reason=ONE_SIDE, pair=pair, lines=lines, least=min(least, end))
-    if end - start > max(0, pair.stride - 1) + SLACK:  # what was cut leaves the place open
+    if pair.is_cut:  # which leaves the place open, so it is looked for in the middle
         start = end = centre
     last_back = []
     first_ahead = []

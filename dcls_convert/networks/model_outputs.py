@@ -83,48 +83,66 @@ class Agreement:
     A number that is not defined for these outputs is None.
     """
 
-    # Share of images for which both networks rank the same class first; scores are (N, classes).
-    same_top1: float | None
+    # Share of images for which both networks rank the same class first; only for classifiers.
+    same_top1: float | None = None
     # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
-    kl: float | None
-    output_error: float | None  # `relative_error` of all floating-point tensors together
+    kl: float | None = None
+    # Share of images for which the same output of (N, C) is the largest; only for networks that do
+    # not say whether they are classifiers.
+    same_largest: float | None = None
+    # `relative_error` of all floating-point tensors together
+    output_error: float | None = None
 
 
-def compare_outputs(outputs: Any, others: Any) -> Agreement:
-    """Compare the old network's outputs with the new one's (`others`)."""
+def compare_outputs(outputs: Any, others: Any, *, num_classes: int | None = None) -> Agreement:
+    """Compare the old network's outputs with the new one's (`others`).
+
+    Args:
+        outputs: Of one batch, or a list with those of each batch.
+        others: In the same form.
+        num_classes: Number of classes that the network ranks: 0 if it is no classifier, None if
+            that is not known.
+    """
     old_tensors = tensors_in(outputs)
     new_tensors = tensors_in(others)
     if [old.shape for old in old_tensors] != [new.shape for new in new_tensors]:
-        return Agreement(same_top1=None, kl=None, output_error=None)
-    pairs = zip(old_tensors, new_tensors, strict=True)
-    error = relative_error(pair for pair in pairs if pair[0].is_floating_point())
-    same_top1: float | None = None
-    kl: float | None = None
-    if _are_class_scores(old_tensors):
-        old_scores = in_double(torch.cat(old_tensors))  # (N, classes)
-        new_scores = in_double(torch.cat(new_tensors))
-        same_class = old_scores.argmax(1) == new_scores.argmax(1)
-        same_top1 = float(same_class.double().mean())
-        divergence = nn.functional.kl_div(
-            new_scores.log_softmax(1),
-            old_scores.log_softmax(1),
-            reduction="batchmean",
-            log_target=True,
-        ).item()
-        if math.isfinite(divergence):
-            kl = max(0.0, divergence)  # rounding can make it slightly negative
+        return Agreement()
+    pairs = []
+    for old, new in zip(old_tensors, new_tensors, strict=True):
+        if old.is_floating_point() and old.numel():
+            pairs.append((old, new))
+    if not pairs:
+        return Agreement()
+    error = relative_error(pairs)
     output_error = error if math.isfinite(error) else None
-    return Agreement(same_top1=same_top1, kl=kl, output_error=output_error)
+    width = _common_width(old_tensors)
+    if width is None or num_classes not in (None, width):
+        return Agreement(output_error=output_error)
+    old_scores = in_double(torch.cat(old_tensors))  # (N, width)
+    new_scores = in_double(torch.cat(new_tensors))
+    same = float((old_scores.argmax(1) == new_scores.argmax(1)).double().mean())
+    if num_classes is None:
+        return Agreement(same_largest=same, output_error=output_error)
+    divergence = nn.functional.kl_div(
+        new_scores.log_softmax(1),
+        old_scores.log_softmax(1),
+        reduction="batchmean",
+        log_target=True,
+    ).item()
+    kl: float | None = None
+    if math.isfinite(divergence):
+        kl = max(0.0, divergence)  # rounding can make it slightly negative
+    return Agreement(same_top1=same, kl=kl, output_error=output_error)
 
 
-def _are_class_scores(outputs: Sequence[Tensor]) -> bool:
-    """Return True if all are (N, classes), with the same number of classes, at least two."""
-    class_counts = set()
+def _common_width(outputs: Sequence[Tensor]) -> int | None:
+    """Return C if all outputs are (N, C) with the same C, at least two; else None."""
+    widths = set()
     for output in outputs:
         if output.dim() != 2 or output.shape[1] < 2:
-            return False
-        class_counts.add(output.shape[1])
-    return len(class_counts) == 1
+            return None
+        widths.add(output.shape[1])
+    return widths.pop() if len(widths) == 1 else None
 
 
 def tensors_in(value: Any) -> list[Tensor]:

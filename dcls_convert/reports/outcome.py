@@ -26,8 +26,9 @@ class Outcome:
     files_held_out: Annotated[int, Field(exclude=True)] = 0
     # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.
     random_output_error: Annotated[float | None, Field(exclude=True)] = None
-    same_top1: float | None = None  # this and the next two are as in `Agreement`
+    same_top1: float | None = None  # this and the next three are as in `Agreement`
     kl: float | None = None
+    same_largest: float | None = None
     output_error: float | None = None
     # For comparison: agreement of the old outputs with those for images moved by one pixel.
     shifted: Agreement | None = None
@@ -76,11 +77,13 @@ def _comparison_sentences(outcome: Outcome) -> list[str]:
 def _agreement(agreement: Outcome | Agreement, images: int) -> str:
     """Say how well the outputs for a number of images agree, as part of a sentence."""
     parts = []
-    if agreement.same_top1 is not None:
-        same_count = round(agreement.same_top1 * images)
-        same = f"{same_count} of {images} have the same top-1 class as before"
+    shares = {"top-1 class": agreement.same_top1, "largest output": agreement.same_largest}
+    for what, share in shares.items():
+        if share is None:
+            continue
+        same = f"{round(share * images)} of {images} have the same {what} as before"
         if images >= MIN_IMAGES_FOR_PERCENT:
-            same += f" ({100 * agreement.same_top1:.0f} %)"
+            same += f" ({100 * share:.0f} %)"
         parts.append(same)
     if agreement.kl is not None:
         parts.append(f"KL divergence {agreement.kl:.2g}")

@@ -3,6 +3,7 @@
 Sizes are (channels, rows, columns).
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ..networks.process_settings import suppress_output
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages
-from ..text import one_line, shortened
+from ..text import count_text, one_line, shortened
 
 # One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
 # did to the outputs.
@@ -83,10 +84,11 @@ def calibrate(
             channels, *spatial), several batches, single images (channels, *spatial), or the items
             of a data loader: lists that begin with a batch. They all stay in memory.
         held_out: Images to compare outputs on, in the same forms as `images`. Nothing is fitted to
-            them. By default, every fifth image is held out. From a folder, at most 40 files are
-            held out. If a file is larger than the model's images, four crops of its corners are
-            added. If there are fewer than five images, a folder holds out its second file, and
-            tensors hold out none. With an empty list, no image is held out.
+            them, so none of them may be in `images`. By default, every fifth image is held out.
+            From a folder, at most 40 files are held out. If a file is larger than the model's
+            images, four crops of its corners are added. If there are fewer than five images, a
+            folder holds out its second file, and tensors hold out none. With an empty list, no
+            image is held out.
         most_images: Maximum number of images to read from a folder, evenly spread over the order of
             their names; 80 by default. They stay in memory, where an image of 3x224x224 takes
             0.6 MB.
@@ -95,8 +97,8 @@ def calibrate(
         note: Called with a message for each file that cannot be read.
 
     Raises:
-        DclsConvertError: There are no images, their values are not finite or do not vary, or their
-            normalisation is not known.
+        DclsConvertError: There are no images, their values are not finite or do not vary, their
+            normalisation is not known, or `held_out` repeats some of them.
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
@@ -138,10 +140,30 @@ def calibrate(
     calibration = read(images, holds_out=held_out is None)
     if held_out is not None:
         calibration = replace(calibration, held_out=read(held_out, holds_out=False).batches)
+        _refuse_repeated(calibration)
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shortened(images)}")
     _refuse_without_content(calibration)
     return calibration
+
+
+def _refuse_repeated(calibration: Calibration) -> None:
+    """Refuse held-out images that layers are fitted to: they would not tell about other images."""
+    repeated = _digests(calibration.batches) & _digests(calibration.held_out)
+    if repeated:
+        raise DclsConvertError(
+            f"calibration: held_out repeats {count_text(len(repeated), 'image')} that layers are "
+            "fitted to; give others, or omit held_out, so that every fifth image is held out"
+        )
+
+
+def _digests(batches: Iterable[Tensor]) -> set[bytes]:
+    """Return a hash of the values of each image."""
+    digests = set()
+    for batch in batches:
+        for values in batch.detach().cpu().float().contiguous().numpy():
+            digests.add(hashlib.sha256(values).digest())
+    return digests
 
 
 def _refuse_without_content(calibration: Calibration) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,7 @@ from dcls_convert import (
 )
 from dcls_convert.conversion.convert import carry_out
 from dcls_convert.conversion.load import load
+from dcls_convert.conversion.outputs import stated_classes
 from dcls_convert.conversion.plan_network import check_stored_plan
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.planning.plan_options import PlanOptions
@@ -194,3 +196,53 @@ def test_the_normalisation_of_a_calibration_stays_with_the_model(tmp_path):
     save_converted(model, report.plan, tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
     assert (config["mean"], config["std"]) == ([0.25] * 3, [0.1, 0.2, 0.3])
+
+
+# --- What is compared
+
+
+def without_classifier(model):
+    model.fc = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "num_classes"),
+    [
+        (lambda: timm.create_model(TINY, num_classes=4), 4),
+        (lambda: timm.create_model(TINY, num_classes=0), 0),
+        (lambda: timm.create_model(TINY, features_only=True), 0),
+        (lambda: torchvision.models.resnet18(num_classes=4), 4),
+        (lambda: without_classifier(torchvision.models.resnet18()), 0),
+        (lambda: torchvision.models.squeezenet1_1(num_classes=4), 4),
+        (small_model, None),
+    ],
+)
+def test_a_library_says_how_many_classes_its_network_ranks_and_a_user_does_not(build, num_classes):
+    with torch.device("meta"):
+        assert stated_classes(build()) == num_classes
+
+
+@pytest.mark.parametrize(
+    ("build", "defined"),
+    [
+        (lambda: timm.create_model(TINY, num_classes=4), {"same_top1", "kl", "output_error"}),
+        (lambda: timm.create_model(TINY, num_classes=0), {"output_error"}),
+        (small_model, {"same_largest", "output_error"}),
+    ],
+)
+def test_a_report_states_only_what_is_defined_for_the_outputs(build, defined):
+    images = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    options = {"dilated_size": 9, "kernel_count": 2, "input_size": (3, 32, 32)}
+    report = convert_(build(), **options, calibration=images[3:], held_out=images[:3])
+    outcome = report.to_dict()["outcome"]
+    for agreement in (outcome, outcome["shifted"]):
+        numbers = {key for key, value in agreement.items() if value is not None}
+        assert numbers - {"kernel_error", "images", "shifted"} == defined
+
+
+def test_a_report_states_nothing_on_outputs_if_no_image_is_held_out():
+    report = convert_(small_model(), dilated_size=5, calibration=NOISE, held_out=())
+    outcome = report.to_dict()["outcome"]
+    numbers = {key: value for key, value in outcome.items() if value is not None}
+    assert numbers == {"kernel_error": outcome["kernel_error"], "images": 0}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dcls_convert.networks.model_outputs import (
+    Agreement,
     ComparisonError,
     compare_outputs,
     max_relative_error,
@@ -51,6 +52,11 @@ def test_what_cannot_be_compared_is_an_error(a, b, says):
         max_relative_error(a, b)
 
 
+@pytest.mark.parametrize("outputs", [[], [torch.tensor([7])], [torch.zeros(0, 4)]])
+def test_where_nothing_is_compared_nothing_is_stated(outputs):
+    assert compare_outputs(outputs, outputs) == Agreement()
+
+
 def test_the_error_of_a_network_is_over_all_floating_tensors_or_none_if_it_is_not_defined():
     a = [torch.tensor([3.0]), {"n": torch.tensor([4.0]), "text": "x"}, torch.tensor([7])]
     b = [torch.tensor([3.0]), {"n": torch.tensor([5.0])}, torch.tensor([8])]
@@ -62,18 +68,24 @@ def test_the_error_of_a_network_is_over_all_floating_tensors_or_none_if_it_is_no
 
 
 @pytest.mark.parametrize(
-    ("shapes", "are_scores"),
+    ("shapes", "num_classes", "defined"),
     [
-        ([(4, 10), (2, 10)], True),
-        ([(4, 10, 8, 8)], False),  # masks
-        ([(4, 10), (4, 3)], False),  # two heads
+        ([(4, 10), (2, 10)], 10, ["same_top1", "kl"]),
+        ([(4, 10), (2, 10)], None, ["same_largest"]),  # scores, an embedding, or anything else
+        ([(4, 10), (2, 10)], 0, []),  # features
+        ([(4, 10), (2, 10)], 9, []),  # not the classifier's outputs
+        ([(4, 1)], None, []),
+        ([(4, 10, 8, 8)], None, []),  # masks
+        ([(4, 10), (4, 3)], None, []),  # two heads
     ],
 )
-def test_only_class_scores_have_a_top1_agreement_and_a_divergence(shapes, are_scores):
+def test_only_a_classifier_has_a_top1_agreement_and_a_divergence(shapes, num_classes, defined):
     old = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
-    result = compare_outputs(old, [2 * output for output in old])
-    assert result.output_error == 1
-    assert (result.same_top1 is not None) == (result.kl is not None) == are_scores
+    result = compare_outputs(old, [2 * output for output in old], num_classes=num_classes)
+    numbers = {key: value for key, value in dataclasses.asdict(result).items() if value is not None}
+    assert [*numbers] == [*defined, "output_error"]
+    assert numbers["output_error"] == 1
+    assert numbers.get("same_top1", 1) == numbers.get("same_largest", 1) == 1
 
 
 @dataclasses.dataclass(slots=True)

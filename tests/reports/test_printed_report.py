@@ -94,6 +94,10 @@ def test_macs_that_stay_or_are_not_known_are_not_said_to_rise(input_size, says):
     [
         # A share of few images is not a percentage.
         ({"images": 1, "same_top1": 1.0}, "On 1 held-out image: 1 of 1 have the same top-1"),
+        (
+            {"images": 12, "same_largest": 0.75},
+            "On 12 held-out images: 9 of 12 have the same largest output as before (75 %).",
+        ),
         # Images from the calibration's folder are said to be, and crops are not called images.
         (
             {"images": 10, "files_held_out": 2},

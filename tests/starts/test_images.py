@@ -211,9 +211,19 @@ def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
     for calibration in (from_folder, from_tensor):
         assert torch.equal(torch.cat(calibration.held_out), others)
     assert not read(tmp_path, held_out=()).held_out
-    assert shades(read(tmp_path, held_out=tmp_path).held_out) == shades(from_folder.batches)
     with pytest.raises(DclsConvertError, match="a Calibration, which has its own"):
         calibrate(*model_and_plan, from_folder, held_out=others)
+
+
+def test_held_out_images_that_layers_are_fitted_to_are_refused(model_and_plan, read, tmp_path):
+    write_images(tmp_path / "all", 6)
+    write_images(tmp_path / "first", 2)
+    with pytest.raises(DclsConvertError, match="held_out repeats 2 images"):
+        read(tmp_path / "all", held_out=tmp_path / "first")
+    images = torch.rand(6, *SIZE)
+    with pytest.raises(DclsConvertError, match="held_out repeats 1 image that"):
+        calibrate(*model_and_plan, images[:4], held_out=images[3:])
+    assert len(calibrate(*model_and_plan, images[:3], held_out=images[3:])) == 3
 
 
 # Images that are refused.
