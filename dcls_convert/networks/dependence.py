@@ -34,8 +34,11 @@ MAX_PROBES = 32
 # taken for another.
 ORDERS = (1, 3, 5)
 MIN_CELLS = 4  # along an axis; fewer have no order
+FIRST_SPATIAL = 2  # index of the first spatial axis in (N, C, *spatial)
 MIN_VIEWS = 3  # columns that show something, for a law
-MIN_CORRELATION = 0.85  # of an input's cells and the edges of the columns, if axes belong together
+# Least correlation of an input's cells and the edges of the columns, if axes belong together.
+MIN_CORRELATION = 0.85
+MIN_CORRELATION_OF_OTHERS = 0.95  # of axes that are in different places
 MAX_STRIDE = 64
 MAX_UPSAMPLING = 16
 MAX_DENOMINATOR = 4  # of other strides: 3/2 is pooling by 3, then upsampling by 2
@@ -179,6 +182,9 @@ def tables_of(run: RunOutputs, arguments: Arguments, before: Outputs) -> tuple[l
                 columns = find_columns(run, arguments, before, index, axes)
                 if columns:
                     tables.append(Table(columns=columns, laws=laws_of(columns, tensor)))
+                    axes = lost_axes(columns, tensor)
+                    if axes:
+                        raise CannotMeasureError("outputs do not move with the changed cells")
                 else:
                     no_effect += 1
             except CannotMeasureError as error:
@@ -222,6 +228,8 @@ def find_columns(
         columns = [column_of(dict(zip(axes, cells, strict=True))) for cells in blocks]
         if 2 * sum(column.is_empty() for column in columns) <= len(columns):
             strides = [pair.stride.numerator for pair in find_all_pairs(columns, tensor)]
+            if lost_axes(columns, tensor):
+                strides.append(MAX_PROBES)
             blocks_for_strides = spread_blocks(sides, size, strides)
             if blocks_for_strides != blocks:
                 blocks = blocks_for_strides
@@ -346,8 +354,29 @@ def find_all_pairs(columns: Sequence[Column], tensor: Tensor) -> list[AxisPair]:
     return pairs
 
 
+def lost_axes(columns: Sequence[Column], tensor: Tensor) -> list[int]:
+    """Return spatial axes along which parts of a map change, but do not move with the cells."""
+    found = {(pair.output, pair.output_axis) for pair in find_all_pairs(columns, tensor)}
+    lost = []
+    for output in _fixed_outputs(columns):
+        for axis in columns[0].probe.cells:
+            masks = [column.changed[output] for column in columns]
+            shape = masks[0].shape if masks[0] is not None else ()
+            if len(shape) != tensor.dim() or axis < FIRST_SPATIAL or shape[axis] < MIN_CELLS:
+                continue
+            pair = AxisPair(input_axis=axis, output=output, output_axis=axis)
+            counts = {len(changed_cells(pair, (), column)) for column in columns}
+            if (output, axis) not in found and counts - {0, shape[axis]}:
+                lost.append(axis)
+    return lost
+
+
 def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[AxisPair]:
-    """Return, for each axis of an output, the axis of the input with which it moves, if any."""
+    """Return, for each axis of an output, the axis of the input that belongs to it, if any.
+
+    It is the one with which columns move. If outputs look at nearly all of a small map, none does;
+    then a spatial axis of the same size in the same order belongs to it.
+    """
     best: dict[int, AxisPair] = {}
     mask = columns[0].changed[output]
     assert mask is not None
@@ -357,9 +386,22 @@ def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[A
                 continue
             pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
             found = place_over_input(pair, tensor.shape[axis], size, columns)
+            if found is None:
+                continue
+            is_in_place = mask.dim() == tensor.dim() and axis == output_axis
+            if found.correlation < MIN_CORRELATION_OF_OTHERS and not is_in_place:
+                continue
             known = best.get(output_axis)
-            if found and (known is None or found.correlation > known.correlation):
+            if known is None or found.correlation > known.correlation:
                 best[output_axis] = found
+    moving = {pair.input_axis for pair in best.values()}
+    for axis in columns[0].probe.cells:
+        output_axis = mask.dim() - tensor.dim() + axis
+        if axis in moving or axis < FIRST_SPATIAL or output_axis < FIRST_SPATIAL:
+            continue
+        if mask.shape[output_axis] == tensor.shape[axis] and output_axis not in best:
+            pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
+            best[output_axis] = pair
     return list(best.values())
 
 
@@ -374,26 +416,30 @@ def place_over_input(
         side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
                                        3 to 5 under outputs 2 and 3            own = -1.5 to 2
     """
-    first_edge, last_edge = _edges(pair, size, columns, inverted=False)
-    slopes = [slope for slope in (_slope(first_edge), _slope(last_edge)) if slope is not None]
-    if not slopes:
-        # Outputs may look at the whole map, but for a hole, which moves.
-        first_edge, last_edge = _edges(pair, size, columns, inverted=True)
-        slopes = [slope for slope in (_slope(first_edge), _slope(last_edge)) if slope is not None]
-    if not slopes:
+    # Outputs may look at the whole map, but for a hole, which moves.
+    for inverted in (False, True):
+        edges = _edges(pair, size, columns, inverted=inverted)
+        moving = [(*slope, edge) for edge in edges if (slope := _slope(edge)) is not None]
+        if moving:
+            break
+    else:
         return None
-    correlation, slope = max(slopes)
+    # The border of the map may cut the other one, and leave a part that moves in another way.
+    correlation, slope, edge = max(moving)
 
     def misfit(stride: Fraction) -> tuple[float, int, float]:
-        # With the right stride, an edge moves beside the cells by the phases of the stride at most.
+        # With the right stride, the edge moves beside the cells by its phases at most.
         phases = stride.numerator - 1 if stride.denominator <= MAX_UPSAMPLING else stride
-        excess = 0.0
-        for edge in (first_edge, last_edge):
-            beside = [cell - float(stride) * place for cell, place in edge] or [0]
-            excess += max(0, max(beside) - min(beside) - float(phases))
+        beside = [cell - float(stride) * place for cell, place in edge]
+        excess = max(0.0, max(beside) - min(beside) - float(phases))
         return round(excess, 3), stride.denominator, abs(math.log(stride * slope))
 
-    stride = min(_strides(Fraction(side, size), 1 / slope), key=misfit)
+    strides = _strides(Fraction(side, size), 1 / slope)
+    # Padding does not double a map.
+    stride = min((some for some in strides if some * size <= 2 * side), key=misfit)
+    excess, _, _ = misfit(stride)
+    if excess > max(2.0, float(stride)):
+        return None
     cells = float(stride)
     first_place = min(0.0, cells - 1)
     last_place = max(0.0, cells - 1)
