@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs
 from .inputs import Arguments, meta_arguments, random_arguments
+from .macs import MacCounter
 from .model_outputs import tensors_in
 from .model_state import eval_mode, image_dtype, restored_values, run_batch, without_values
 from .process_settings import seeded, suppress_output
@@ -61,8 +62,6 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
 
 
 def _run_and_record(model: nn.Module, arguments: Arguments) -> Trace:
-    from torch.utils.flop_counter import FlopCounterMode
-
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in model.named_modules():
@@ -88,26 +87,12 @@ def _run_and_record(model: nn.Module, arguments: Arguments) -> Trace:
         if is_first or any(input is tensor for tensor in taken):
             conv_calls.takes_image = True
 
-    counter: Any = FlopCounterMode(display=False)
-    counter.mod_tracker = _WholeModel()
-    with counter, contextlib.ExitStack() as hooks:
+    with MacCounter(model) as counter, contextlib.ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _run(model, arguments)
-    return Trace(
-        calls=calls,
-        macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
-    )
-
-
-class _WholeModel(contextlib.nullcontext[None]):
-    """Counts all operations for the model as a whole, in the place of torch's module tracker.
-
-    The module tracker hooks every module of the process, so it is confused by other threads.
-    """
-
-    parents = ("Global",)
+    return Trace(calls=calls, macs=counter.macs)
 
 
 def _run(model: nn.Module, arguments: Arguments) -> None:

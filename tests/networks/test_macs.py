@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torchvision.ops import deform_conv2d
 
+from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.macs import FORMULAS, MacCounter
 from dcls_convert.networks.model_state import eval_mode
 
@@ -283,6 +284,11 @@ def test_gradients_of_a_deformable_convolution_are_counted():
     with MacCounter(nn.Identity()) as counter:
         deform_conv2d(x, offset, weight).sum().backward()
     assert counter.macs == 3 * 5 * 5 * 6 * 4 * 3 * 3
+
+
+def test_a_network_of_ones_own_is_counted_with_its_values():
+    case = CASES["LSTM"]
+    assert find_convs(case.build(), input_size=(4, 10)).macs == case.macs
 
 
 class Hidden(torch.autograd.Function):
