@@ -11,12 +11,11 @@ from rich.text import Text
 from torch import nn
 
 from ..conversion.load import LoadedNetwork, load
-from ..conversion.plan_network import plan_network
+from ..conversion.plan_network import cautions, plan_network
 from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import plain_numbers, size_text
 from ..networks.inputs import ExampleInputs
-from ..networks.measure import not_measured_text
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
@@ -31,7 +30,7 @@ from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
-from ..reports.costs import Change, in_one_unit, percent, with_separators
+from ..reports.costs import Change, MacsChange, in_one_unit, percent, with_separators
 from ..reports.report import predict_report
 from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
@@ -112,7 +111,7 @@ class Sweep(Record):
     format: int = 1
     model: str
     input_size: tuple[int, ...] | None
-    macs_note: str | None = None  # why MACs are not known
+    macs_note: str | None = None  # why MACs are not known, or what they lack
     rows: tuple[SweepRow, ...]
     choice: Recommendation
 
@@ -210,8 +209,8 @@ def make_sweep(
             "so there is nothing to compare"
         )
     auto_plan = plan_network(loaded, request.options)
-    if auto_plan.not_measured is not None:
-        note(not_measured_text(auto_plan.not_measured))
+    for caution in cautions(auto_plan):
+        note(caution)
     rows = [SweepRow(asked=None, status="original", params=auto_plan.params, macs=auto_plan.macs)]
     sizes = sizes or candidate_windows(auto_plan.layers)
     combinations = list(itertools.product(sizes, counts or (None,), budgets or (None,)))
@@ -345,7 +344,8 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     for window, reason in misfits.items():
         yield indented(f"{window} does not fit: {reason}", "yellow")
     if sweep.macs_note:
-        yield indented(f"MACs were not counted: {sweep.macs_note}.")
+        macs = MacsChange(before=sweep.rows[0].macs, note=sweep.macs_note)
+        yield indented(macs.note_sentence)
     yield indented(TRAINING)
     why = sweep.choice.why
     if sweep.choice.row is None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..networks.measure import not_measured_text
 from ..networks.model_state import unchanged_on_failure
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.source import ModelSource
@@ -20,7 +19,12 @@ from .apply_plan import apply_plan_
 from .authors import check_elements, convert_with_authors_elements_
 from .load import build_network, load
 from .outputs import compare_with_outputs_before, outputs_before_conversion
-from .plan_network import are_counts_chosen_by_error, check_stored_plan, plan_network
+from .plan_network import (
+    are_counts_chosen_by_error,
+    cautions,
+    check_stored_plan,
+    plan_network,
+)
 from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest, RequestWeights
 
@@ -70,8 +74,8 @@ def carry_out(
         plan = plan_network(loaded, request.options)
     else:
         plan = check_stored_plan(loaded, plan)
-    if plan.not_measured is not None:
-        note(not_measured_text(plan.not_measured))
+    for caution in cautions(plan):
+        note(caution)
     conversion = Conversion(
         request=request,
         source=loaded.source,

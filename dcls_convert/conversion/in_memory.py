@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..errors import check_argument
 from ..networks.inputs import ExampleInputs
-from ..networks.measure import not_measured_text
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -26,6 +25,7 @@ from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
 from ..starts.images import Calibration, Images
 from .convert import Conversion, carry_out
+from .plan_network import cautions
 from .request import ConversionRequest, options_without_effect
 
 
@@ -184,10 +184,7 @@ def convert_from_authors_(
 
 
 def _warn_before_changes(planned: Conversion) -> None:
-    """Warn of options without effect, and if the network was not measured."""
-    messages = options_without_effect(planned.request)
-    if planned.plan.not_measured is not None:
-        messages.append(not_measured_text(planned.plan.not_measured))
-    for message in messages:
+    """Warn of options without effect, and of what is not known of the network."""
+    for message in (*options_without_effect(planned.request), *cautions(planned.plan)):
         # Called by `carry_out`, which a public function calls, which the user calls.
         warnings.warn(message, stacklevel=4)

@@ -95,6 +95,21 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
     return plan
 
 
+def cautions(plan: ConversionPlan) -> list[str]:
+    """Return sentences on what is not known of the network, and what this may mean."""
+    found = []
+    if plan.not_measured is not None:
+        found.append(
+            f"what the network does with its convolutions was not measured: {plan.not_measured}. "
+            "Other code may use them, and larger windows may look ahead in a causal network"
+        )
+    if plan.macs is not None and plan.macs_note is not None:
+        found.append(
+            f"the MACs are too low: {plan.macs_note}. Sizes that depend on them may differ"
+        )
+    return found
+
+
 def _check_weights(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
     """Refuse (CheckpointError) weights that do not fit, where loading would not find that out."""
     request = loaded.request

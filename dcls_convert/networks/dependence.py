@@ -34,6 +34,10 @@ MAX_PROBES = 32
 # taken for another.
 ORDERS = (1, 3, 5)
 MIN_CELLS = 4  # along an axis; fewer have no order
+NEARLY_ALL = 0.75  # of a map: outputs that change so often look at nearly all of it
+LEAST_ERROR = 0.05  # relative, of a slope
+MAX_EXCESS = 4  # strides; pooling lets edges move less evenly than strides do
+MAX_PADDED = 1.5  # padding makes maps longer by less than that; joined maps are longer
 FIRST_SPATIAL = 2  # index of the first spatial axis in (N, C, *spatial)
 MIN_VIEWS = 3  # columns that show something, for a law
 # Least correlation of an input's cells and the edges of the columns, if axes belong together.
@@ -365,8 +369,9 @@ def lost_axes(columns: Sequence[Column], tensor: Tensor) -> list[int]:
             if len(shape) != tensor.dim() or axis < FIRST_SPATIAL or shape[axis] < MIN_CELLS:
                 continue
             pair = AxisPair(input_axis=axis, output=output, output_axis=axis)
-            counts = {len(changed_cells(pair, (), column)) for column in columns}
-            if (output, axis) not in found and counts - {0, shape[axis]}:
+            counts = [len(changed_cells(pair, (), column)) for column in columns]
+            has_parts = any(0 < count < NEARLY_ALL * shape[axis] for count in counts)
+            if has_parts and (output, axis) not in found and axis not in lost:
                 lost.append(axis)
     return lost
 
@@ -416,29 +421,30 @@ def place_over_input(
         side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
                                        3 to 5 under outputs 2 and 3            own = -1.5 to 2
     """
-    # Outputs may look at the whole map, but for a hole, which moves.
-    for inverted in (False, True):
-        edges = _edges(pair, size, columns, inverted=inverted)
-        moving = [(*slope, edge) for edge in edges if (slope := _slope(edge)) is not None]
-        if moving:
-            break
-    else:
+    moving = _moving_edge(pair, size, columns)
+    if moving is None:
         return None
-    # The border of the map may cut the other one, and leave a part that moves in another way.
-    correlation, slope, edge = max(moving)
+    correlation, slope, edge = moving
 
     def misfit(stride: Fraction) -> tuple[float, int, float]:
         # With the right stride, the edge moves beside the cells by its phases at most.
         phases = stride.numerator - 1 if stride.denominator <= MAX_UPSAMPLING else stride
         beside = [cell - float(stride) * place for cell, place in edge]
         excess = max(0.0, max(beside) - min(beside) - float(phases))
-        return round(excess, 3), stride.denominator, abs(math.log(stride * slope))
+        return round(excess, 3), stride.denominator, abs(math.log(stride * size / side))
 
-    strides = _strides(Fraction(side, size), 1 / slope)
-    # Padding does not double a map.
-    stride = min((some for some in strides if some * size <= 2 * side), key=misfit)
-    excess, _, _ = misfit(stride)
-    if excess > max(2.0, float(stride)):
+    # Standard error of a slope, relative to it; strides beyond three of them are no candidates.
+    error = math.sqrt((1 / correlation**2 - 1) / (len(edge) - 2))
+    candidates = []
+    for candidate in _strides(Fraction(side, size)):
+        is_near = abs(math.log(candidate * slope)) <= LEAST_ERROR + 3 * error
+        if is_near and candidate * size <= MAX_PADDED * side:
+            candidates.append(candidate)
+    if not candidates:
+        return None
+    stride = min(candidates, key=misfit)
+    excess = misfit(stride)[0]
+    if excess > MAX_EXCESS * max(1.0, float(stride)):
         return None
     cells = float(stride)
     first_place = min(0.0, cells - 1)
@@ -452,6 +458,25 @@ def place_over_input(
     own = (first_place + padded, last_place + max(0.0, cut))
     is_cut = cut >= max(1, cells)
     return replace(pair, stride=stride, own=own, is_cut=is_cut, correlation=correlation)
+
+
+def _moving_edge(
+    pair: AxisPair, size: int, columns: Sequence[Column]
+) -> tuple[float, float, Edge] | None:
+    """Return the edge that moves most evenly with the input cells: correlation, slope and edge.
+
+    The border of the map may cut the other edge, and leave a part that moves in another way.
+    """
+    # Outputs may look at the whole map, but for a hole, which moves.
+    for inverted in (False, True):
+        moving = []
+        for edge in _edges(pair, size, columns, inverted=inverted):
+            slope = _slope(edge)
+            if slope is not None:
+                moving.append((*slope, edge))
+        if moving:
+            return max(moving)
+    return None
 
 
 def _edges(
@@ -470,14 +495,12 @@ def _edges(
     return first_edge, last_edge
 
 
-def _strides(ratio: Fraction, slope: float) -> list[Fraction]:
-    """Return the strides that a network may have, given the ratio of the sizes and the slope."""
-    strides = {ratio}
-    for denominator in range(1, MAX_UPSAMPLING + 1):
-        most = MAX_STRIDE * denominator if denominator <= MAX_DENOMINATOR else 1
-        for numerator in range(1, most + 1):
-            if 0.5 < numerator / denominator / slope < 2:
-                strides.add(Fraction(numerator, denominator))
+def _strides(ratio: Fraction) -> list[Fraction]:
+    """Return the strides that a network may have, given the ratio of the sizes."""
+    strides = {ratio, *map(Fraction, range(1, MAX_STRIDE + 1))}
+    for denominator in range(2, MAX_UPSAMPLING + 1):
+        most = MAX_STRIDE if denominator <= MAX_DENOMINATOR else 1
+        strides |= {Fraction(numerator, denominator) for numerator in range(1, most + 1)}
     return sorted(strides)
 
 

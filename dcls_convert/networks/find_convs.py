@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from torch import nn
@@ -12,7 +13,7 @@ from ..geometry import size_text
 from ..layers.conv_classes import AnyConv, Conv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import MAX_PIXELS
-from ..text import one_line
+from ..text import one_line, short_list
 from .dependence import CannotMeasureError
 from .input_tensors import (
     Inputs,
@@ -27,6 +28,7 @@ from .input_tensors import (
 )
 from .inputs import ExampleInputs, describe_inputs
 from .measure import LIBRARIES, NOT_CALLED, Measured, is_library_code, measure
+from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -118,6 +120,8 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     names_of = _convs_with_names(model)
     is_own = not is_library_code(model)
     traced, inputs, macs_note = _try_trace(model, inputs, is_own=is_own)
+    if is_own and traced is not None and traced.uncounted:
+        macs_note = f"nothing was counted in {short_list(traced.uncounted)}"
     reasons = _why_skipped(model, names_of, traced)
     measured = Measured()
     if is_own:
@@ -251,7 +255,7 @@ def _try_trace(
     for some in dict.fromkeys((one_image(inputs, dims), inputs)):
         for on_meta in tries_on_meta:
             try:
-                return *_finite_trace(model, some, on_meta=on_meta), None
+                return *_best_trace(model, some, on_meta=on_meta), None
             except Exception as error:  # any model code may run; the model can still be converted
                 problem = one_line(error)[:200]
     input_size = as_image_size(inputs, dims)
@@ -261,7 +265,7 @@ def _try_trace(
     return None, inputs, f"the model does not run at {where}: {problem}; {OTHER_INPUTS}"
 
 
-def _finite_trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> tuple[Trace, Inputs]:
+def _best_trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> tuple[Trace, Inputs]:
     """Trace the model on normal values or, where more outputs are then finite, from 0 to 1."""
     traced = trace(model, inputs, on_meta=on_meta)
     others = in_unit_range(inputs)
@@ -269,7 +273,14 @@ def _finite_trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> tuple[T
         with contextlib.suppress(Exception):
             traced_on_others = trace(model, others, on_meta=on_meta)
             if traced_on_others.finite > traced.finite:
-                return traced_on_others, others
+                traced, inputs = traced_on_others, others
+    if traced.uncounted and not on_meta:
+        # On meta, operators without a formula may be split into others that have one. On a copy,
+        # because the code of a network of the user's own may keep tensors for later.
+        with contextlib.suppress(Exception):
+            on_copy = trace(meta_copy(model), inputs, on_meta=True)
+            if len(on_copy.uncounted) < len(traced.uncounted):
+                traced = replace(traced, macs=on_copy.macs, uncounted=on_copy.uncounted)
     return traced, inputs
 
 

@@ -40,14 +40,6 @@ NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 Item = TypeVar("Item")
 
 
-def not_measured_text(reason: str) -> str:
-    """Say that a network was not measured, and what this may mean."""
-    return (
-        f"what the network does with its convolutions was not measured: {reason}. Other code may "
-        "use them, and larger windows may look ahead in a causal network"
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dependence:
     """What the outputs of a network depend on, and so must do when windows have grown."""

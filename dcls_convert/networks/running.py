@@ -15,6 +15,7 @@ the containers among them. After the block, its modules are in their previous mo
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -97,6 +98,20 @@ def running(
         _restore_(kept)
 
 
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the network without values, which takes no memory.
+
+    Raises:
+        Exception: What copying the network's own objects raises.
+    """
+    saved = containers_of(model)
+    try:
+        copy_tensors_(model, on_meta=True)
+        return copy.deepcopy(model)
+    finally:
+        refill_(saved)
+
+
 def _copies_for(
     model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -105,11 +120,11 @@ def _copies_for(
     device = tensors[0].device
     dtype = image_dtype(model)
 
-    def copy(tensor: Tensor) -> Tensor:
+    def copied(tensor: Tensor) -> Tensor:
         dtype_of_copy = dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device, dtype_of_copy, copy=True)
 
-    return tuple(map(copy, args)), {name: copy(tensor) for name, tensor in kwargs.items()}
+    return tuple(map(copied, args)), {name: copied(tensor) for name, tensor in kwargs.items()}
 
 
 Kept = list[tuple[nn.Parameter, Tensor, bool, Tensor | None]]

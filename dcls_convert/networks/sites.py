@@ -96,7 +96,7 @@ class ModelConvs:
     inputs: Inputs | None  # what forward takes; None if not known
     # (channels, *spatial) of one image; None if not known, or if the inputs are not one image.
     input_size: tuple[int, ...] | None
-    macs_note: str | None  # why macs is None
+    macs_note: str | None  # why macs is None, or what it lacks
     # What was not measured, and why (see `measure`). None if all was, or if it is library code,
     # which need not be.
     not_measured: str | None

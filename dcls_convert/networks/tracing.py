@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs
 from .inputs import random_arguments
+from .macs import MacCounter
 from .model_outputs import finite_share, tensors_in
 from .running import running
 
@@ -34,6 +35,7 @@ class Trace:
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
+    uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
 
 
@@ -48,8 +50,6 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
     Raises:
         Exception: What the model's own code raises.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in model.named_modules():
@@ -75,13 +75,12 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         if is_first or any(input is tensor for tensor in taken):
             conv_calls.takes_image = True
 
-    counter: Any = FlopCounterMode(display=False)
-    counter.mod_tracker = _WholeModel()
+    counter = MacCounter(model)
 
     def restart() -> None:
         calls.clear()
         taken.clear()
-        counter.flop_counts.clear()
+        counter.restart()
 
     arguments = random_arguments(inputs, device="meta" if on_meta else "cpu")
     outputs = None
@@ -97,18 +96,10 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
-        macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
+        macs=counter.macs,
+        uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),
     )
-
-
-class _WholeModel(contextlib.nullcontext[None]):
-    """Counts all operations for the model as a whole, in the place of torch's module tracker.
-
-    The module tracker hooks every module of the process, so it is confused by other threads.
-    """
-
-    parents = ("Global",)
 
 
 def _end_after_the_head(model: nn.Module, stack: contextlib.ExitStack) -> None:

@@ -47,7 +47,15 @@ class ParamsChange(Change):
 class MacsChange(Change):
     """MACs of the whole model for one input."""
 
-    note: str | None = None  # reason, if MACs are not known
+    note: str | None = None  # why MACs are not known, or what they lack
+
+    @property
+    def note_sentence(self) -> str:
+        """The note as a sentence; empty without one."""
+        if self.note is None:
+            return ""
+        problem = "were not counted" if self.before is None else "are too low"
+        return f"MACs {problem}: {self.note}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

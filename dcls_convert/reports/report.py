@@ -362,15 +362,16 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
     lines = [_budget_sentence(report)]
     if not report.folded:
         lines.append(_positions_sentence(report))
-    if report.macs.note and not verbose:
-        lines.append(_macs_sentence(report))
+    if report.macs.note:
+        lines.append(report.macs.note_sentence)
     if shown_error(report.layers) == "output_error":
         lines.append(
             "Error: relative error of each layer's outputs on the images it was fitted to."
         )
     if verbose:
         lines.append(f"{_new_kernels(report)}; stages from {report.stages_from}.")
-        lines.append(_macs_sentence(report))
+        if report.macs.delta is not None:
+            lines.append(_macs_sentence(report))
     if verbose and report.layers_beyond_map:
         lines.append(
             f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
@@ -428,8 +429,6 @@ def _coordinates(report: ConversionReport) -> str:
 
 
 def _macs_sentence(report: ConversionReport) -> str:
-    if report.macs.note:
-        return f"MACs were not counted: {report.macs.note}."
     if report.macs.delta == 0:
         return "MACs stay the same: no window has more cells than the kernel that it replaces."
     reason = "although parameters do not"
