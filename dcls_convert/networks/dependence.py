@@ -28,8 +28,10 @@ from ..text import join_with_and
 from .inputs import Arguments
 from .model_outputs import finite_share
 
-PROBES = 8  # per group of axes, one run each; up to MAX_PROBES to meet all phases of a stride
+# Per group of axes, one run each; up to MAX_PROBES to meet all phases of a stride.
+PROBES = 8
 MAX_PROBES = 32
+FIRST_PROBES = 4  # enough for most networks that look to all sides
 # Probe number i is at place i * factor (modulo their number) along an axis, so that one axis is not
 # taken for another.
 ORDERS = (1, 3, 5)
@@ -229,7 +231,11 @@ def find_columns(
     size = 1
     while size == 1 or size <= max(sides) // 4:
         blocks = spread_blocks(sides, size, [])
-        columns = [column_of(dict(zip(axes, cells, strict=True))) for cells in blocks]
+        columns = []
+        for cells in blocks:
+            columns.append(column_of(dict(zip(axes, cells, strict=True))))
+            if len(columns) == FIRST_PROBES and is_settled(columns, tensor):
+                return columns
         if 2 * sum(column.is_empty() for column in columns) <= len(columns):
             strides = [pair.stride.numerator for pair in find_all_pairs(columns, tensor)]
             if lost_axes(columns, tensor):
@@ -266,7 +272,8 @@ def spread_blocks(
             step -= 2
         places = min(count, room)
         first = (last - step * (places - 1)) // 2
-        starts = [first + step * (number * factor % count % places) for number in range(count)]
+        numbers = [*range(0, count, 2), *range(1, count, 2)]  # so that the first ones are far apart
+        starts = [first + step * (number * factor % count % places) for number in numbers]
         blocks_along.append([(start, start + length - 1) for start in starts])
     return list(dict.fromkeys(zip(*blocks_along, strict=True)))
 
@@ -332,6 +339,16 @@ def laws_of(columns: Sequence[Column], tensor: Tensor) -> list[Law]:
     laws: list[Law] = []
     if not _fixed_outputs(columns):
         raise CannotMeasureError("the shapes of its outputs depend on the values of its inputs")
+    for pair, lines in _pairs_and_lines(columns, tensor):
+        views = [displacements(pair, lines, column) for column in columns]
+        laws += limits_of(pair, lines, [view for view in views if view])
+    return laws
+
+
+def _pairs_and_lines(
+    columns: Sequence[Column], tensor: Tensor
+) -> Iterator[tuple[AxisPair, tuple[AxisPair, ...]]]:
+    """Yield each pair twice: for the whole output, and for the line through the probe."""
     pairs = find_all_pairs(columns, tensor)
     for pair in pairs:
         others = []
@@ -339,9 +356,44 @@ def laws_of(columns: Sequence[Column], tensor: Tensor) -> list[Law]:
             if other.output == pair.output and other.input_axis != pair.input_axis:
                 others.append(other)
         for lines in {(), tuple(others)}:
-            views = [displacements(pair, lines, column) for column in columns]
-            laws += limits_of(pair, lines, [view for view in views if view])
-    return laws
+            yield pair, lines
+
+
+def is_settled(columns: Sequence[Column], tensor: Tensor) -> bool:
+    """True if more columns would show no law: outputs look to all sides, and at their own place."""
+    if any(column.is_empty() for column in columns):
+        return False
+    found = {(pair.output, pair.output_axis) for pair in find_all_pairs(columns, tensor)}
+    for output in _fixed_outputs(columns):
+        for axis, (size, counts) in _counts_along(columns, output).items():
+            if (output, axis) not in found and any(0 < count < size for count in counts):
+                return False
+    for pair, lines in _pairs_and_lines(columns, tensor):
+        views = [displacements(pair, lines, column) for column in columns]
+        start, end = pair.own
+        entries = [entry for view in views for entry in view]
+        looks_ahead = any(low > end + SLACK for low, _ in entries)
+        looks_back = any(high < start - SLACK for _, high in entries)
+        looks_at_own = any(low <= end + SLACK and high >= start - SLACK for low, high in entries)
+        if pair.is_cut or not (looks_ahead and looks_back and looks_at_own):
+            return False
+    return True
+
+
+def _counts_along(columns: Sequence[Column], output: int) -> dict[int, tuple[int, list[int]]]:
+    """Return the size of each axis of an output, and how many of its cells each column changes."""
+    counts = {}
+    for axis, size in enumerate(_shape_of(columns, output)):
+        if size >= MIN_CELLS:
+            pair = AxisPair(input_axis=0, output=output, output_axis=axis)
+            counts[axis] = (size, [len(changed_cells(pair, (), column)) for column in columns])
+    return counts
+
+
+def _shape_of(columns: Sequence[Column], output: int) -> torch.Size:
+    mask = columns[0].changed[output]
+    assert mask is not None
+    return mask.shape
 
 
 def _fixed_outputs(columns: Sequence[Column]) -> list[int]:
@@ -363,15 +415,12 @@ def lost_axes(columns: Sequence[Column], tensor: Tensor) -> list[int]:
     found = {(pair.output, pair.output_axis) for pair in find_all_pairs(columns, tensor)}
     lost = []
     for output in _fixed_outputs(columns):
-        for axis in columns[0].probe.cells:
-            masks = [column.changed[output] for column in columns]
-            shape = masks[0].shape if masks[0] is not None else ()
-            if len(shape) != tensor.dim() or axis < FIRST_SPATIAL or shape[axis] < MIN_CELLS:
-                continue
-            pair = AxisPair(input_axis=axis, output=output, output_axis=axis)
-            counts = [len(changed_cells(pair, (), column)) for column in columns]
-            has_parts = any(0 < count < NEARLY_ALL * shape[axis] for count in counts)
-            if has_parts and (output, axis) not in found and axis not in lost:
+        if len(_shape_of(columns, output)) != tensor.dim():
+            continue
+        for axis, (size, counts) in _counts_along(columns, output).items():
+            is_probed = axis >= FIRST_SPATIAL and axis in columns[0].probe.cells
+            has_parts = any(0 < count < NEARLY_ALL * size for count in counts)
+            if is_probed and has_parts and (output, axis) not in found and axis not in lost:
                 lost.append(axis)
     return lost
 
@@ -383,28 +432,27 @@ def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[A
     then a spatial axis of the same size in the same order belongs to it.
     """
     best: dict[int, AxisPair] = {}
-    mask = columns[0].changed[output]
-    assert mask is not None
+    shape = _shape_of(columns, output)
     for axis in columns[0].probe.cells:
-        for output_axis, size in enumerate(mask.shape):
+        for output_axis, size in enumerate(shape):
             if size < MIN_CELLS:
                 continue
             pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
             found = place_over_input(pair, tensor.shape[axis], size, columns)
             if found is None:
                 continue
-            is_in_place = mask.dim() == tensor.dim() and axis == output_axis
+            is_in_place = len(shape) == tensor.dim() and axis == output_axis
             if found.correlation < MIN_CORRELATION_OF_OTHERS and not is_in_place:
                 continue
             known = best.get(output_axis)
-            if known is None or found.correlation > known.correlation:
+            if known is None or (found.correlation, is_in_place) > (known.correlation, False):
                 best[output_axis] = found
     moving = {pair.input_axis for pair in best.values()}
     for axis in columns[0].probe.cells:
-        output_axis = mask.dim() - tensor.dim() + axis
+        output_axis = len(shape) - tensor.dim() + axis
         if axis in moving or axis < FIRST_SPATIAL or output_axis < FIRST_SPATIAL:
             continue
-        if mask.shape[output_axis] == tensor.shape[axis] and output_axis not in best:
+        if shape[output_axis] == tensor.shape[axis] and output_axis not in best:
             pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
             best[output_axis] = pair
     return list(best.values())
@@ -434,13 +482,14 @@ def place_over_input(
         return round(excess, 3), stride.denominator, abs(math.log(stride * size / side))
 
     # Standard error of a slope, relative to it; strides beyond three of them are no candidates.
-    error = math.sqrt((1 / correlation**2 - 1) / (len(edge) - 2))
-    candidates = []
-    for candidate in _strides(Fraction(side, size)):
-        is_near = abs(math.log(candidate * slope)) <= LEAST_ERROR + 3 * error
-        if is_near and candidate * size <= MAX_PADDED * side:
-            candidates.append(candidate)
-    if not candidates:
+    error = math.sqrt(max(0.0, 1 / correlation**2 - 1) / (len(edge) - 2))
+    tolerance = LEAST_ERROR + 3 * error
+    for strides in _strides(Fraction(side, size)):
+        near = [some for some in strides if abs(math.log(some * slope)) <= tolerance]
+        candidates = [some for some in near if some * size <= MAX_PADDED * side]
+        if candidates:
+            break
+    else:
         return None
     stride = min(candidates, key=misfit)
     excess = misfit(stride)[0]
@@ -495,13 +544,14 @@ def _edges(
     return first_edge, last_edge
 
 
-def _strides(ratio: Fraction) -> list[Fraction]:
-    """Return the strides that a network may have, given the ratio of the sizes."""
-    strides = {ratio, *map(Fraction, range(1, MAX_STRIDE + 1))}
-    for denominator in range(2, MAX_UPSAMPLING + 1):
-        most = MAX_STRIDE if denominator <= MAX_DENOMINATOR else 1
-        strides |= {Fraction(numerator, denominator) for numerator in range(1, most + 1)}
-    return sorted(strides)
+def _strides(ratio: Fraction) -> list[list[Fraction]]:
+    """Return the usual strides, and others, which networks have that use several."""
+    usual = [*map(Fraction, range(1, MAX_STRIDE + 1))]
+    usual += [Fraction(1, factor) for factor in range(2, MAX_UPSAMPLING + 1)]
+    others = [ratio]
+    for denominator in range(2, MAX_DENOMINATOR + 1):
+        others += [Fraction(numerator, denominator) for numerator in range(1, MAX_STRIDE + 1)]
+    return [usual, others]
 
 
 def _slope(edge: Edge) -> tuple[float, float] | None:
