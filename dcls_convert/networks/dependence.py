@@ -159,11 +159,10 @@ class Table:
         return None
 
 
-def check_finite(outputs: Outputs) -> Outputs:
-    """Return the outputs; raise CannotMeasureError if most of them are not finite numbers."""
+def check_finite(outputs: Outputs) -> None:
+    """Raise CannotMeasureError if most of the outputs are not finite numbers."""
     if finite_share(outputs) < MIN_FINITE:
         raise CannotMeasureError("its outputs have (nearly) no finite numbers")
-    return outputs
 
 
 def tables_of(run: RunOutputs, arguments: Arguments, before: Outputs) -> tuple[list[Table], str]:
@@ -366,7 +365,8 @@ def is_settled(columns: Sequence[Column], tensor: Tensor) -> bool:
     found = {(pair.output, pair.output_axis) for pair in find_all_pairs(columns, tensor)}
     for output in _fixed_outputs(columns):
         for axis, (size, counts) in _counts_along(columns, output).items():
-            if (output, axis) not in found and any(0 < count < size for count in counts):
+            has_parts = any(0 < count < NEARLY_ALL * size for count in counts)
+            if has_parts and (output, axis) not in found:
                 return False
     for pair, lines in _pairs_and_lines(columns, tensor):
         views = [displacements(pair, lines, column) for column in columns]
@@ -415,12 +415,12 @@ def lost_axes(columns: Sequence[Column], tensor: Tensor) -> list[int]:
     found = {(pair.output, pair.output_axis) for pair in find_all_pairs(columns, tensor)}
     lost = []
     for output in _fixed_outputs(columns):
-        if len(_shape_of(columns, output)) != tensor.dim():
-            continue
-        for axis, (size, counts) in _counts_along(columns, output).items():
-            is_probed = axis >= FIRST_SPATIAL and axis in columns[0].probe.cells
+        more_axes = len(_shape_of(columns, output)) - tensor.dim()
+        for output_axis, (size, counts) in _counts_along(columns, output).items():
+            axis = output_axis - more_axes
+            is_probed = output_axis >= FIRST_SPATIAL and axis in columns[0].probe.cells
             has_parts = any(0 < count < NEARLY_ALL * size for count in counts)
-            if is_probed and has_parts and (output, axis) not in found and axis not in lost:
+            if is_probed and has_parts and (output, output_axis) not in found and axis not in lost:
                 lost.append(axis)
     return lost
 
@@ -441,7 +441,7 @@ def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[A
             found = place_over_input(pair, tensor.shape[axis], size, columns)
             if found is None:
                 continue
-            is_in_place = len(shape) == tensor.dim() and axis == output_axis
+            is_in_place = len(shape) - output_axis == tensor.dim() - axis
             if found.correlation < MIN_CORRELATION_OF_OTHERS and not is_in_place:
                 continue
             known = best.get(output_axis)
@@ -450,7 +450,7 @@ def find_pairs(columns: Sequence[Column], tensor: Tensor, output: int) -> list[A
     moving = {pair.input_axis for pair in best.values()}
     for axis in columns[0].probe.cells:
         output_axis = len(shape) - tensor.dim() + axis
-        if axis in moving or axis < FIRST_SPATIAL or output_axis < FIRST_SPATIAL:
+        if axis in moving or output_axis < FIRST_SPATIAL:
             continue
         if shape[output_axis] == tensor.shape[axis] and output_axis not in best:
             pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)

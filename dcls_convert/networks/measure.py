@@ -88,7 +88,8 @@ class Dependence:
 
         try:
             with in_place(self.model, new):
-                before = check_finite(outputs(self.arguments))
+                before = outputs(self.arguments)
+                check_finite(before)
                 for table in self.tables:
                     law = table.broken_law(outputs, self.arguments, before)
                     if law is not None:
@@ -146,12 +147,12 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         raise CannotMeasureError(f"inputs of more than {MAX_PIXELS:,} pixels are not run")
     calls: Counter[str] = Counter()
     with without_small_parameters(model), running(model, restart=calls.clear) as run:
-        arguments = _runnable_arguments(run, convs, inputs, calls)
+        arguments, before = _first_run(run, convs, inputs, calls)
+        check_finite(before)
 
         def outputs(some: Arguments) -> list[Tensor]:
             return outputs_of(run, some)
 
-        before = check_finite(outputs(arguments))
         reasons = {name: NOT_CALLED for name in convs if not calls[name]}
         called = {name: conv for name, conv in convs.items() if name not in reasons}
 
@@ -177,12 +178,12 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     return Measured(reasons=reasons, dependence=dependence, not_measured=problems or None)
 
 
-def _runnable_arguments(
+def _first_run(
     run: Run, convs: Mapping[str, Conv], inputs: Inputs, calls: Counter[str]
-) -> Arguments:
-    """Return arguments with which the network runs, and count how often it calls convolutions.
+) -> tuple[Arguments, list[Tensor]]:
+    """Return arguments with which the network runs, and its outputs; count calls of convolutions.
 
-    They are small if it takes small ones, and then calls all convolutions.
+    The arguments are small if it takes small ones, and then calls all convolutions.
     """
     with contextlib.ExitStack() as hooks:
         for name, conv in convs.items():
@@ -195,17 +196,16 @@ def _runnable_arguments(
         if smaller != inputs:
             with contextlib.suppress(Exception):
                 arguments = random_arguments(smaller)
-                run(*arguments.args, **arguments.kwargs)
+                outputs = outputs_of(run, arguments)
                 if all(calls[name] for name in convs):
-                    return arguments
+                    return arguments, outputs
             calls.clear()
         arguments = random_arguments(inputs)
         try:
-            run(*arguments.args, **arguments.kwargs)
+            return arguments, outputs_of(run, arguments)
         except Exception as error:  # the network's own code may raise anything
             where = inputs_text(inputs)
             raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
-    return arguments
 
 
 def outputs_of(run: Run, arguments: Arguments) -> list[Tensor]:
