@@ -14,7 +14,6 @@ from ..layers.conv_classes import AnyConv, Conv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import MAX_PIXELS
 from ..text import one_line, short_list
-from .dependence import CannotMeasureError
 from .input_tensors import (
     Inputs,
     as_image_size,
@@ -28,6 +27,7 @@ from .input_tensors import (
 )
 from .inputs import ExampleInputs, describe_inputs
 from .measure import LIBRARIES, NOT_CALLED, Measured, is_library_code, measure
+from .probing import CannotMeasureError
 from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride

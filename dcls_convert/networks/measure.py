@@ -5,7 +5,7 @@
    the stand-in are filled with arbitrary values. So if the outputs change, some other code reads
    the convolution or its weight.
 2. Cells of the inputs are changed, to see which outputs change. This gives laws, such as that
-   outputs look to one side only (see `dependence`). When windows are chosen, they take the places
+   outputs look to one side only (see `laws.py`). When windows are chosen, they take the places
    of the convolutions, and the laws must hold.
 """
 
@@ -23,17 +23,20 @@ from ..geometry import extent
 from ..layers.conv_classes import Conv
 from ..options import MAX_PIXELS
 from ..text import one_line
-from .dependence import MIN_CELLS, CannotMeasureError, Table, check_finite, tables_of
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import Arguments, random_arguments
-from .model_outputs import comparable, relative_error, tensors_in
+from .laws import Law, laws_of
+from .model_outputs import comparable, finite_share, relative_error, tensors_in
+from .probing import CannotMeasureError, RunOutputs, tables_of
 from .running import Run, running, without_small_parameters
 from .stand_ins import StandIn, in_place, with_window
+from .table import MIN_CELLS, Column, Table, changes
 
 LIBRARIES = ("timm.", "torch.", "torchvision.")
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
 # adds numbers in no fixed order.
 TOLERANCE = 1e-6
+MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
 TOO_LITTLE_MEMORY = "memory does not suffice"
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
@@ -48,6 +51,7 @@ class Dependence:
     convs: Mapping[str, Conv]
     arguments: Arguments
     tables: Sequence[Table]
+    laws: Sequence[Sequence[Law]]  # of each table
 
     def broken_by(self, windows: Mapping[str, Sequence[int]]) -> dict[str, dict[int, str]]:
         """Return the axes along which convolutions must not grow to these windows, and why.
@@ -55,7 +59,7 @@ class Dependence:
         The network runs with these windows in the places of the convolutions, filled with random
         values. Afterwards, it is as before.
         """
-        if not any(table.laws for table in self.tables):
+        if not any(self.laws):
             return {}
         items = []
         for name, window in windows.items():
@@ -88,14 +92,21 @@ class Dependence:
 
         try:
             with in_place(self.model, new):
-                before = outputs(self.arguments)
-                check_finite(before)
-                for table in self.tables:
-                    law = table.broken_law(outputs, self.arguments, before)
-                    if law is not None:
-                        return law.reason
+                return self._broken_law(outputs)
         except Exception as error:  # the network's own code may raise anything
             return f"the network does not run with a larger window ({_text(error)})"
+
+    def _broken_law(self, run: RunOutputs) -> str | None:
+        """Return the reason of a law that the network breaks now; None if all hold."""
+        before = run(self.arguments)
+        _check_finite(before)
+        for table, laws in zip(self.tables, self.laws, strict=True):
+            for column in table.columns if laws else ():
+                after = run(column.probe.changed(self.arguments))
+                now = Column(column.probe, changes(before, after))
+                for law in laws:
+                    if law.is_broken_by(now):
+                        return law.reason
         return None
 
 
@@ -148,7 +159,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     calls: Counter[str] = Counter()
     with without_small_parameters(model), running(model, restart=calls.clear) as run:
         arguments, before = _first_run(run, convs, inputs, calls)
-        check_finite(before)
+        _check_finite(before)
 
         def outputs(some: Arguments) -> list[Tensor]:
             return outputs_of(run, some)
@@ -174,8 +185,20 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         except Exception as error:  # the network's own code
             problem = f"forward fails for changed inputs: {_text(error)}"
             return Measured(reasons=reasons, not_measured=problem)
-    dependence = Dependence(model=model, convs=free, arguments=arguments, tables=tables)
+    dependence = Dependence(
+        model=model,
+        convs=free,
+        arguments=arguments,
+        tables=tables,
+        laws=[laws_of(table) for table in tables],
+    )
     return Measured(reasons=reasons, dependence=dependence, not_measured=problems or None)
+
+
+def _check_finite(outputs: Sequence[Tensor]) -> None:
+    """Raise CannotMeasureError if most of the outputs are not finite numbers."""
+    if finite_share(outputs) < MIN_FINITE:
+        raise CannotMeasureError("its outputs have (nearly) no finite numbers")
 
 
 def _first_run(

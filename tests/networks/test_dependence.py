@@ -10,7 +10,7 @@ from torch import nn
 
 from dcls_convert import convert_, find_convs
 from dcls_convert.errors import NothingMatchesError
-from dcls_convert.networks.dependence import find_all_pairs
+from dcls_convert.networks.laws import find_pairs
 from dcls_convert.planning.rule_files import parse_rules
 
 from .test_one_sided import Call, conv, later
@@ -100,16 +100,15 @@ def test_the_stride_from_inputs_to_outputs_is_found(grid, side):
     convs = find_convs(model, (2, side))
     assert convs.not_measured is None
     (table,) = convs.dependence.tables
-    pairs = find_all_pairs(table.columns, convs.dependence.arguments.tensors()[0])
-    assert [pair.stride for pair in pairs] == [stride]
-    assert not table.laws
+    assert [pair.stride for pair in find_pairs(table)] == [stride]
+    assert convs.dependence.laws == [[]]
 
 
 def test_no_axis_is_taken_for_another():
     model = Call(lambda x, c: c(later(x)).transpose(2, 3), conv(2))
     convs = find_convs(model, (2, 24, 24))
-    (table,) = convs.dependence.tables
-    assert {(law.pair.input_axis, law.pair.output_axis) for law in table.laws} == {(3, 2)}
+    (laws,) = convs.dependence.laws
+    assert {(law.pair.input_axis, law.pair.output_axis) for law in laws} == {(3, 2)}
 
 
 # Causal networks that earlier versions converted in silence. Output o may look at inputs up to

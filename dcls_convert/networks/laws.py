@@ -1,0 +1,288 @@
+"""Laws of what outputs depend on, read off a table; windows must not break them.
+
+An axis of the output belongs to the axis of the input with whose cells its changes move. From their
+slope, and from the sizes, follows where output cells lie over input cells: `find_pairs`. The laws
+say to which displacements outputs do not look: `laws_of_pair`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+
+from .table import MIN_CELLS, SLACK, AxisPair, Column, Interval, Table
+
+MIN_VIEWS = 3  # columns that show something, for a law
+NEARLY_ALL = 0.75  # of a map: outputs that change so often look at nearly all of it
+FIRST_SPATIAL = 2  # index of the first spatial axis in (N, C, *spatial)
+# Least correlation of input cells and the outputs that change, if axes belong together.
+MIN_CORRELATION = 0.85
+MIN_CORRELATION_OF_OTHERS = 0.95  # of axes that are in different places
+LEAST_ERROR = 0.05  # relative, of a slope
+MAX_EXCESS = 4  # strides; pooling lets edges move less evenly than strides do
+MAX_PADDED = 1.5  # padding makes maps longer by less than that; joined maps are longer
+MAX_STRIDE = 64
+MAX_UPSAMPLING = 16
+MAX_DENOMINATOR = 4  # of other strides: 3/2 is pooling by 3, then upsampling by 2
+
+ONE_SIDE = (
+    "each output depends only on inputs on one side of it; a larger window would also read inputs "
+    "on the other side (later times, or a neighbouring tile)"
+)
+BLIND_SPOT = (
+    "outputs do not depend on the input at their own place, but on those around it; a larger "
+    "window would also read this place"
+)
+
+Edge = list[tuple[int, int]]  # an input cell, and the first or last output that changes with it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """Displacements that must not occur: above `most`, below `least`, or inside `hole`."""
+
+    reason: str
+    pair: AxisPair
+    lines: tuple[AxisPair, ...]  # see `Column.cells`
+    least: float = -math.inf
+    most: float = math.inf
+    hole: Interval = (0, 0)
+
+    def is_broken_by(self, column: Column) -> bool:
+        """True if an entry of the column has such a displacement, or the output has no map."""
+        if column.changed[self.pair.output] is None:
+            return True
+        for low, high in column.displacements(self.pair, self.lines):
+            in_hole = self.hole[0] + SLACK < low and high < self.hole[1] - SLACK
+            if low > self.most + SLACK or high < self.least - SLACK or in_hole:
+                return True
+        return False
+
+
+def laws_of(table: Table) -> list[Law]:
+    """Return the laws for all outputs that keep their shape, along all axes of the table."""
+    laws: list[Law] = []
+    for pair, lines in _pairs_and_lines(table):
+        views = [column.displacements(pair, lines) for column in table.columns]
+        laws += laws_of_pair(pair, lines, [view for view in views if view])
+    return laws
+
+
+def laws_of_pair(
+    pair: AxisPair, lines: tuple[AxisPair, ...], views: Sequence[Sequence[Interval]]
+) -> Iterator[Law]:
+    """Yield what displacements must not become, given those that each column shows.
+
+    1. Outputs look ahead of (behind) their own place only if they did before:
+
+        x x x [x] . . .      looks back: the view ends in its own place, its centre lies before it
+        . . x [x] x . .      ordinary: the centre lies in its own place
+        . . x [x x] . .      so it does with a kernel of 3 and a stride of 2
+
+    2. An own place that outputs do not look at, between cells that they look at, stays so:
+
+        . x x [.] x x .
+    """
+    if len(views) < MIN_VIEWS:
+        return
+    most = max(low for view in views for low, _ in view)
+    least = min(high for view in views for _, high in view)
+    centre = (most + least) / 2
+    start, end = pair.own
+    if most <= end + SLACK and centre < start - SLACK:
+        yield Law(reason=ONE_SIDE, pair=pair, lines=lines, most=max(most, start))
+    # torch pads an even centred kernel so that it looks one cell further ahead.
+    if least >= start - SLACK and centre > end + 0.5 + SLACK:
+        yield Law(reason=ONE_SIDE, pair=pair, lines=lines, least=min(least, end))
+    if pair.is_cut:  # which leaves the place open, so it is looked for in the middle
+        start = end = centre
+    last_back = -math.inf
+    first_ahead = math.inf
+    both = 0  # views that look to both sides
+    for view in views:
+        back = max((high for _, high in view if high < start - SLACK), default=-math.inf)
+        ahead = min((low for low, _ in view if low > start - SLACK), default=math.inf)
+        last_back = max(last_back, back)
+        first_ahead = min(first_ahead, ahead)
+        both += math.isfinite(ahead - back)
+    is_hole = first_ahead > end + SLACK and first_ahead - last_back > 1 + SLACK
+    if is_hole and 2 * both >= len(views):
+        yield Law(reason=BLIND_SPOT, pair=pair, lines=lines, hole=(last_back, first_ahead))
+
+
+def is_settled(table: Table) -> bool:
+    """True if more columns would show no law: outputs look to all sides, and at their own place."""
+    if any(column.is_empty() for column in table.columns) or _unpaired_axes(table):
+        return False
+    for pair, lines in _pairs_and_lines(table):
+        start, end = pair.own
+        looks_back = looks_ahead = looks_at_own = False
+        for column in table.columns:
+            for low, high in column.displacements(pair, lines):
+                looks_back |= high < start - SLACK
+                looks_ahead |= low > end + SLACK
+                looks_at_own |= low <= end + SLACK and high >= start - SLACK
+        if pair.is_cut or not (looks_back and looks_ahead and looks_at_own):
+            return False
+    return True
+
+
+def lost_axes(table: Table) -> list[int]:
+    """Return spatial axes of the input along which parts of outputs change, but do not move."""
+    lost = set()
+    for output, output_axis in _unpaired_axes(table):
+        for axis in table.axes:
+            if output_axis >= FIRST_SPATIAL and table.is_in_place(axis, output, output_axis):
+                lost.add(axis)
+    return sorted(lost)
+
+
+def _unpaired_axes(table: Table) -> list[tuple[int, int]]:
+    """Return outputs and their axes of which parts change, without a pair."""
+    paired = {(pair.output, pair.output_axis) for pair in find_pairs(table)}
+    unpaired = []
+    for output, shape in table.shapes().items():
+        for axis, size in enumerate(shape):
+            if size < MIN_CELLS or (output, axis) in paired:
+                continue
+            counts = [len(column.cells(output, axis)) for column in table.columns]
+            if any(0 < count < NEARLY_ALL * size for count in counts):
+                unpaired.append((output, axis))
+    return unpaired
+
+
+def _pairs_and_lines(table: Table) -> Iterator[tuple[AxisPair, tuple[AxisPair, ...]]]:
+    """Yield each pair twice: for the whole output, and for the line through the probe."""
+    pairs = find_pairs(table)
+    for pair in pairs:
+        others = []
+        for other in pairs:
+            if other.output == pair.output and other.input_axis != pair.input_axis:
+                others.append(other)
+        for lines in {(), tuple(others)}:
+            yield pair, lines
+
+
+def find_pairs(table: Table) -> list[AxisPair]:
+    """Return, for each axis of each output, the axis of the input that belongs to it, if any.
+
+    It is the one with whose cells the changes move. If outputs look at nearly all of a small map,
+    nothing moves; then a spatial axis of the same size in the same place belongs to it.
+    """
+    pairs: list[AxisPair] = []
+    for output, shape in table.shapes().items():
+        best: dict[int, AxisPair] = {}  # by the axis of the output
+        for axis in table.axes:
+            for output_axis, size in enumerate(shape):
+                pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
+                found = _placed(pair, table, size) if size >= MIN_CELLS else None
+                if found is None:
+                    continue
+                is_in_place = table.is_in_place(axis, output, output_axis)
+                if found.correlation < MIN_CORRELATION_OF_OTHERS and not is_in_place:
+                    continue
+                known = best.get(output_axis)
+                if known is None or (found.correlation, is_in_place) > (known.correlation, False):
+                    best[output_axis] = found
+        moving = {pair.input_axis for pair in best.values()}
+        for axis in table.axes:
+            output_axis = len(shape) - len(table.input_shape) + axis
+            if axis in moving or output_axis < FIRST_SPATIAL or output_axis in best:
+                continue
+            if shape[output_axis] == table.input_shape[axis]:
+                pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
+                best[output_axis] = pair
+        pairs += best.values()
+    return pairs
+
+
+def _placed(pair: AxisPair, table: Table, size: int) -> AxisPair | None:
+    """Return how output cells lie over input cells; None if no edge of a column moves with it.
+
+    The stride is the slope of the edges. The place is known from the sizes, up to what was cut:
+
+        side 7, size 3, stride 2:      0 0 1 1 2 2 .   to   . 0 0 1 1 2 2      own = 0 to 2
+        side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
+                                       3 to 5 under outputs 2 and 3            own = -1.5 to 2
+    """
+    side = table.input_shape[pair.input_axis]
+    moving = []
+    for edge in _edges(pair, table, size):
+        slope_of_edge = _slope(edge)
+        if slope_of_edge is not None:
+            moving.append((*slope_of_edge, edge))
+    if not moving:
+        return None
+    # The border of the map may cut the other edge, and leave a part that moves in another way.
+    correlation, slope, edge = max(moving)
+
+    def misfit(stride: Fraction) -> tuple[float, int, float]:
+        # With the right stride, the edge moves beside the cells by its phases at most.
+        phases = stride.numerator - 1 if stride.denominator <= MAX_UPSAMPLING else float(stride)
+        beside = [cell - float(stride) * place for cell, place in edge]
+        excess = max(0.0, max(beside) - min(beside) - phases)
+        return round(excess, 3), stride.denominator, abs(math.log(stride * size / side))
+
+    # Standard error of a slope, relative to it; strides beyond three of them are no candidates.
+    error = math.sqrt(max(0.0, 1 / correlation**2 - 1) / (len(edge) - 2))
+    candidates: list[Fraction] = []
+    for strides in _strides(Fraction(side, size)):
+        for some in strides:
+            is_near = abs(math.log(some * slope)) <= LEAST_ERROR + 3 * error
+            if is_near and some * size <= MAX_PADDED * side:
+                candidates.append(some)
+        if candidates:
+            break
+    if not candidates:
+        return None
+    stride = min(candidates, key=misfit)
+    cells = float(stride)
+    if misfit(stride)[0] > MAX_EXCESS * max(1.0, cells):
+        return None
+    first_place = min(0.0, cells - 1)
+    last_place = max(0.0, cells - 1)
+    if stride.denominator <= MAX_UPSAMPLING:
+        first_place = -(stride.denominator - 1) * cells
+        last_place = stride.numerator - 1
+    cut = side - size * cells
+    # More cells than that are padding: on both sides, as far as is known.
+    padded = int(cut / 2) if cut <= -cells else 0
+    own = (first_place + padded, last_place + max(0.0, cut))
+    is_cut = cut >= max(1, cells)
+    return replace(pair, stride=stride, own=own, is_cut=is_cut, correlation=correlation)
+
+
+def _edges(pair: AxisPair, table: Table, size: int) -> tuple[Edge, Edge]:
+    """Return the edges of what changes, without those at the border of the map."""
+    first_edge: Edge = []
+    last_edge: Edge = []
+    for column in table.columns:
+        cells = column.cells(pair.output, pair.output_axis)
+        first, last = column.probe.cells[pair.input_axis]
+        if cells and min(cells) > 0:
+            first_edge.append((first, min(cells)))
+        if cells and max(cells) < size - 1:
+            last_edge.append((last, max(cells)))
+    return first_edge, last_edge
+
+
+def _slope(edge: Edge) -> tuple[float, float] | None:
+    """Return the correlation of an edge with the input cells, and its slope; or None."""
+    if len({cell for cell, _ in edge}) < MIN_CELLS:
+        return None
+    (x, xy), (_, y) = torch.tensor(edge, dtype=torch.float64).T.cov().tolist()
+    if xy <= MIN_CORRELATION * math.sqrt(x * y):
+        return None
+    return xy / math.sqrt(x * y), xy / x
+
+
+def _strides(ratio: Fraction) -> list[list[Fraction]]:
+    """Return the usual strides, and others, which networks have that use several."""
+    usual = [*map(Fraction, range(1, MAX_STRIDE + 1))]
+    usual += [Fraction(1, factor) for factor in range(2, MAX_UPSAMPLING + 1)]
+    others = [ratio]
+    for denominator in range(2, MAX_DENOMINATOR + 1):
+        others += [Fraction(numerator, denominator) for numerator in range(1, MAX_STRIDE + 1)]
+    return [usual, others]

@@ -1,0 +1,145 @@
+"""Fill tables: change cells of a network's inputs until it shows what its outputs depend on."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ..text import join_with_and
+from .inputs import Arguments
+from .laws import find_pairs, is_settled, lost_axes
+from .table import MIN_CELLS, Column, Probe, Table, changes
+
+# Per group of axes, one run each; up to MAX_PROBES to meet all phases of a stride.
+PROBES = 8
+MAX_PROBES = 32
+FIRST_PROBES = 4  # enough for most networks that look to all sides
+# Probe number i is at place i * factor (modulo their number) along an axis, so that one axis is not
+# taken for another.
+FACTORS = (1, 3, 5)
+
+RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
+
+
+class CannotMeasureError(Exception):
+    """The network cannot be measured, or not along some axes; the message says why."""
+
+
+def tables_of(
+    run: RunOutputs, arguments: Arguments, before: list[Tensor]
+) -> tuple[list[Table], str]:
+    """Return a table for each group of axes, and text on those that could not be measured.
+
+    The first axis, the second one, and all later ones together are groups. So no notion of a batch
+    is needed, and any axis may be time.
+
+    Raises:
+        CannotMeasureError: Nothing that is changed in the inputs changes an output.
+    """
+    tables = []
+    problems = []
+    for index, tensor in enumerate(arguments.tensors()):
+        for group in ((0,), (1,), tuple(range(2, tensor.dim()))):
+            axes = [axis for axis in group if axis < tensor.dim()]
+            axes = [axis for axis in axes if tensor.shape[axis] >= MIN_CELLS]
+            if not axes:
+                continue
+            table = fill_table(run, arguments, before, index, axes)
+            tables.append(table)
+            problem, lost = _problem(table)
+            if problem is not None:
+                where = f"axis {lost[0]}"
+                if len(lost) > 1:
+                    where = f"axes {join_with_and([str(axis) for axis in lost])}"
+                problems.append(f"along {where} of input {index}, {problem}")
+    if tables and all(column.is_empty() for table in tables for column in table.columns):
+        if not _changes_with_inputs(run, arguments, before):
+            raise CannotMeasureError("its outputs do not change with its inputs")
+    return tables, "; ".join(problems)
+
+
+def _problem(table: Table) -> tuple[str | None, list[int]]:
+    """Return what cannot be seen in a table, and along which axes; None if all can be."""
+    if not table.shapes():
+        return "the shapes of its outputs depend on the values of its inputs", table.axes
+    if not _has_effects(table.columns):
+        return "most changed cells change no output", table.axes
+    if lost_axes(table):
+        return "outputs do not move with the changed cells", lost_axes(table)
+    return None, []
+
+
+def _has_effects(columns: Sequence[Column]) -> bool:
+    return 2 * sum(column.is_empty() for column in columns) <= len(columns)
+
+
+def _changes_with_inputs(run: RunOutputs, arguments: Arguments, before: list[Tensor]) -> bool:
+    """True if an output changes when all values of an input do."""
+    for index in range(len(arguments.tensors())):
+        probe = Probe(input=index, cells={})
+        if not Column(probe, changes(before, run(probe.changed(arguments)))).is_empty():
+            return True
+    return False
+
+
+def fill_table(
+    run: RunOutputs, arguments: Arguments, before: list[Tensor], index: int, axes: Sequence[int]
+) -> Table:
+    """Change blocks, which double until half of them have an effect.
+
+    x . x . x .     Only every second cell is read: a block of one cell may meet none,
+    [.]   [. x]     a block of two meets one.
+    """
+    shape = arguments.tensors()[index].shape
+    sides = [shape[axis] for axis in axes]
+
+    def column_of(cells: Sequence[tuple[int, int]]) -> Column:
+        probe = Probe(input=index, cells=dict(zip(axes, cells, strict=True)))
+        return Column(probe, changes(before, run(probe.changed(arguments))))
+
+    size = 1
+    while True:
+        blocks = spread_blocks(sides, size, [])
+        table = Table(shape, [column_of(cells) for cells in blocks[:FIRST_PROBES]])
+        if is_settled(table):
+            return table
+        table.columns.extend(column_of(cells) for cells in blocks[FIRST_PROBES:])
+        if _has_effects(table.columns):
+            break
+        size *= 2
+        if size > max(sides) // 4:
+            return table
+    strides = [pair.stride.numerator for pair in find_pairs(table)]
+    if lost_axes(table):
+        strides.append(MAX_PROBES)
+    more_blocks = spread_blocks(sides, size, strides)
+    if more_blocks == blocks:
+        return table
+    return Table(shape, [column_of(cells) for cells in more_blocks])
+
+
+def spread_blocks(
+    sides: Sequence[int], size: int, strides: Sequence[int]
+) -> list[tuple[tuple[int, int], ...]]:
+    """Spread blocks over the middle half of the axes; return their first and last cells.
+
+    They meet all phases of the strides, as far as there is room: the step from one to the next has
+    no factor in common with a stride.
+    """
+    count = PROBES
+    while count < MAX_PROBES and count < 2 * max(strides, default=0):
+        count *= 2
+    numbers = [*range(0, count, 2), *range(1, count, 2)]  # so that the first ones are far apart
+    blocks_along = []
+    for side, factor in zip(sides, FACTORS, strict=False):
+        length = min(size, side)
+        last = side - length
+        room = last // 2 + 1
+        step = max(1, (room // count - 1) | 1)  # odd, for strides that are not known yet
+        while any(math.gcd(step, stride) > 1 for stride in strides):
+            step -= 2
+        places = min(count, room)
+        first = (last - step * (places - 1)) // 2
+        starts = [first + step * (number * factor % count % places) for number in numbers]
+        blocks_along.append([(start, start + length - 1) for start in starts])
+    return list(dict.fromkeys(zip(*blocks_along, strict=True)))
