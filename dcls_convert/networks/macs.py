@@ -2,7 +2,7 @@
 
 torch's `FlopCounterMode` counts matrix products and convolutions. `FORMULAS` adds operators that
 it counts as nothing: recurrent layers, the fast path of attention, attention on CPUs, deformable
-convolutions, products with vectors.
+convolutions.
 """
 
 import contextlib
@@ -117,23 +117,9 @@ def _lstm_layer(input: Tensor, *args: Any, **_: object) -> int:
     return _recurrent(input, args[:2])
 
 
-def _lstm_on_mps(
-    input: Tensor, states: object, weights: Sequence[Tensor], *_: Any, **__: Any
-) -> int:
-    return _recurrent(input, weights)
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     """Query with key, and scores with value; a key can serve several heads of queries."""
     features = query.shape[-1] + value.shape[-1]
-    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * features
-
-
-def _attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
-) -> int:
-    """Scores again, then gradients of the scores, query, key and value."""
-    features = 3 * query.shape[-1] + 2 * value.shape[-1]
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * features
 
 
@@ -171,35 +157,11 @@ def _deform_conv(input: Tensor, weight: Tensor, *_: object, out_val: Tensor, **_
     return 2 * out_val.numel() * weight[0].numel()
 
 
-def _deform_conv_backward(
-    gradient: Tensor, input: Tensor, weight: Tensor, *_: object, **__: object
-) -> int:
-    return 4 * gradient.numel() * weight[0].numel()
-
-
-def _matrix_vector(matrix: Tensor, *_: object, **__: object) -> int:
-    return 2 * matrix.numel()
-
-
-def _bilinear(first: Tensor, weight: Tensor, *_: object, **__: object) -> int:
-    """Every weight (outputs, inputs, inputs) for every row of the flattened inputs."""
-    return 2 * first.shape[0] * weight.numel()
-
-
-def _twice(formula: Callable[..., int]) -> Callable[..., int]:
-    """Backward: for each product one with the gradient for its input, and one for its weight."""
-    return lambda *args, **kwargs: 2 * formula(*args, **kwargs)
-
-
 # By name of the operator. Not every version of torch has all of them.
 FORMULAS: dict[str, Callable[..., int]] = {
     "aten::_cudnn_rnn": _recurrent,
-    "aten::_cudnn_rnn_backward": _twice(_recurrent),
     "aten::miopen_rnn": _recurrent,
-    "aten::miopen_rnn_backward": _twice(_recurrent),
     "aten::mkldnn_rnn_layer": _lstm_layer,
-    "aten::mkldnn_rnn_layer_backward": _twice(_lstm_layer),
-    "aten::_lstm_mps": _lstm_on_mps,
     "aten::_native_multi_head_attention": _multi_head_attention,
     "aten::_transformer_encoder_layer_fwd": _encoder_layer,
     # Those of CUDA, too, because the formulas of older versions of torch refuse grouped heads.
@@ -207,14 +169,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_efficient_attention": _attention,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::_scaled_dot_product_attention_math_for_mps": _attention,
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
-    "aten::_trilinear": _bilinear,
-    "aten::mv": _matrix_vector,
-    "aten::dot": _matrix_vector,
     "torchvision::deform_conv2d": _deform_conv,
-    "torchvision::_deform_conv2d_backward": _deform_conv_backward,
 }
 
 

@@ -4,15 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
 from ..geometry import Padding, size_text
 from .input_tensors import Inputs
-
-if TYPE_CHECKING:
-    from .measure import Dependence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +82,13 @@ class Skipped:
     reason: str
 
 
+class AllowedWindows(Protocol):
+    """Says which windows a network allows, by running it (see `measure.Dependence`)."""
+
+    def broken_by(self, windows: Mapping[str, Sequence[int]]) -> dict[str, dict[int, str]]:
+        """Return the axes along which convolutions must not grow to these windows, and why."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConvs:
     """All convolutions of a model, and what the model costs before conversion."""
@@ -101,7 +105,7 @@ class ModelConvs:
     # which need not be.
     not_measured: str | None
     # What outputs must not come to depend on; None if it was not measured, or need not be.
-    dependence: "Dependence | None" = field(default=None, repr=False, compare=False)
+    dependence: AllowedWindows | None = field(default=None, repr=False, compare=False)
     stages_from: str  # how the stages were found
 
 

@@ -176,13 +176,6 @@ CASES = {
         [(2, 10, 8), (2, 12, 8)],
         2 * 10 * 12 * 8,
     ),
-    "bilinear": Case(lambda: nn.Bilinear(4, 5, 6), [(10, 4), (10, 5)], 10 * 6 * 4 * 5),
-    "matrix and vector": Case(
-        lambda: Net(lambda net, x: x[0] @ x[0, 0] + x[1] @ x[1, 0]), [(10, 8)], 10 * 8
-    ),
-    "two vectors": Case(
-        lambda: Net(lambda net, x: x[0, 0] @ x[0, 1] + x[1, 0] @ x[1, 1]), [(10, 8)], 8
-    ),
 }
 
 
@@ -242,47 +235,6 @@ def test_operators_that_torch_lacks_need_no_formula(monkeypatch):
     monkeypatch.setitem(FORMULAS, "aten::operator_of_another_version", lambda: 0)
     case = CASES["GRU"]
     assert counted(case, "cpu").macs == BATCH * case.macs
-
-
-def gradient_in_forward(network):
-    """A network that returns the gradient of another one's outputs for its input."""
-
-    def call(net, x):
-        with torch.enable_grad():
-            x = x.requires_grad_()
-            output = net.network(x)
-            output = output[0] if isinstance(output, tuple) else output
-            return torch.autograd.grad(output.sum(), x)[0]
-
-    return Net(call, network=network)
-
-
-# Products of the forward pass, and for each of them one or two with gradients.
-GRADIENTS = {
-    "convolution": Case(lambda: nn.Conv1d(4, 6, 3, padding=1), [(4, 10)], 2 * STEPS_OF_CONV),
-    # oneDNN computes gradients of the weights, too.
-    "LSTM": Case(lambda: nn.LSTM(6, 5, batch_first=True), [(10, 6)], 3 * 10 * 4 * 5 * (6 + 5)),
-    # Two products, and backward five, because scores are computed again.
-    "attention": Case(
-        lambda: Net(lambda net, x: F.scaled_dot_product_attention(x, x, x)),
-        [(2, 10, 8)],
-        (2 + 5) * 2 * 10 * 10 * 8,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
-def test_products_with_gradients_are_counted(case):
-    network = Case(lambda: gradient_in_forward(case.build()), case.shapes, case.macs)
-    assert counted(network, "cpu").macs == BATCH * case.macs
-
-
-def test_gradients_of_a_deformable_convolution_are_counted():
-    x, weight = torch.randn(1, 4, 7, 7), torch.randn(6, 4, 3, 3)
-    offset = torch.zeros(1, 18, 5, 5, requires_grad=True)
-    with MacCounter(nn.Identity()) as counter:
-        deform_conv2d(x, offset, weight).sum().backward()
-    assert counter.macs == 3 * 5 * 5 * 6 * 4 * 3 * 3
 
 
 def test_a_network_of_ones_own_is_counted_with_its_values():
