@@ -19,7 +19,7 @@ NEARLY_ALL = 0.75  # of a map: outputs that change so often look at nearly all o
 FIRST_SPATIAL = 2  # index of the first spatial axis in (N, C, *spatial)
 # Least correlation of input cells and the outputs that change, if axes belong together.
 MIN_CORRELATION = 0.85
-MIN_CORRELATION_OF_OTHERS = 0.95  # of axes that are in different places
+MIN_CORRELATION_OF_OTHERS = 0.95  # of axes in different places, if there are several
 LEAST_ERROR = 0.05  # relative, of a slope
 MAX_EXCESS = 4  # strides; pooling lets edges move less evenly than strides do
 MAX_PADDED = 1.5  # padding makes maps longer by less than that; joined maps are longer
@@ -181,7 +181,8 @@ def find_pairs(table: Table) -> list[AxisPair]:
                 if found is None:
                     continue
                 is_in_place = table.is_in_place(axis, output, output_axis)
-                if found.correlation < MIN_CORRELATION_OF_OTHERS and not is_in_place:
+                is_clear = is_in_place or len(table.axes) == 1
+                if found.correlation < MIN_CORRELATION_OF_OTHERS and not is_clear:
                     continue
                 known = best.get(output_axis)
                 if known is None or (found.correlation, is_in_place) > (known.correlation, False):

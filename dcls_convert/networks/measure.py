@@ -27,10 +27,16 @@ from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import Arguments, random_arguments
 from .laws import Law, laws_of
 from .model_outputs import comparable, finite_share, relative_error, tensors_in
-from .probing import CannotMeasureError, RunOutputs, tables_of
+from .probing import (
+    CannotMeasureError,
+    RunOutputs,
+    probes_at_borders,
+    run_probe,
+    tables_of,
+)
 from .running import Run, running, without_small_parameters
 from .stand_ins import StandIn, in_place, with_window
-from .table import MIN_CELLS, Column, Table, changes
+from .table import MIN_CELLS, Table
 
 LIBRARIES = ("timm.", "torch.", "torchvision.")
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
@@ -102,8 +108,7 @@ class Dependence:
         _check_finite(before)
         for table, laws in zip(self.tables, self.laws, strict=True):
             for column in table.columns if laws else ():
-                after = run(column.probe.changed(self.arguments))
-                now = Column(column.probe, changes(before, after))
+                now = run_probe(run, self.arguments, before, column.probe)
                 for law in laws:
                     if law.is_broken_by(now):
                         return law.reason
@@ -178,21 +183,37 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         free = {name: conv for name, conv in called.items() if name not in reasons}
         if not free:
             return Measured(reasons=reasons)
+        dependence = None
         try:
-            tables, problems = tables_of(outputs, arguments, before)
+            tables, not_measured = tables_of(outputs, arguments, before)
+            laws = _find_laws(outputs, arguments, before, tables)
+            dependence = Dependence(
+                model=model, convs=free, arguments=arguments, tables=tables, laws=laws
+            )
         except CannotMeasureError as error:
-            return Measured(reasons=reasons, not_measured=str(error))
+            not_measured = str(error)
         except Exception as error:  # the network's own code
-            problem = f"forward fails for changed inputs: {_text(error)}"
-            return Measured(reasons=reasons, not_measured=problem)
-    dependence = Dependence(
-        model=model,
-        convs=free,
-        arguments=arguments,
-        tables=tables,
-        laws=[laws_of(table) for table in tables],
-    )
-    return Measured(reasons=reasons, dependence=dependence, not_measured=problems or None)
+            not_measured = f"forward fails for changed inputs: {_text(error)}"
+    return Measured(reasons=reasons, dependence=dependence, not_measured=not_measured or None)
+
+
+def _find_laws(
+    run: RunOutputs, arguments: Arguments, before: list[Tensor], tables: Sequence[Table]
+) -> list[list[Law]]:
+    """Return the laws of each table; add columns near the borders to those that have some.
+
+    A larger window may reach a border, where padding reflects or wraps around. Columns that break a
+    law already are left out.
+    """
+    laws = []
+    for table in tables:
+        laws_of_table = laws_of(table)
+        laws.append(laws_of_table)
+        for probe in probes_at_borders(table) if laws_of_table else []:
+            column = run_probe(run, arguments, before, probe)
+            if not any(law.is_broken_by(column) for law in laws_of_table):
+                table.columns.append(column)
+    return laws
 
 
 def _check_finite(outputs: Sequence[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ FIRST_PROBES = 4  # enough for most networks that look to all sides
 # Probe number i is at place i * factor (modulo their number) along an axis, so that one axis is not
 # taken for another.
 FACTORS = (1, 3, 5)
+FIRST_CELLS = (1, 2)  # which padding by reflection repeats before the first cell
 
 RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
 
@@ -77,9 +79,14 @@ def _changes_with_inputs(run: RunOutputs, arguments: Arguments, before: list[Ten
     """True if an output changes when all values of an input do."""
     for index in range(len(arguments.tensors())):
         probe = Probe(input=index, cells={})
-        if not Column(probe, changes(before, run(probe.changed(arguments)))).is_empty():
+        if not run_probe(run, arguments, before, probe).is_empty():
             return True
     return False
+
+
+def run_probe(run: RunOutputs, arguments: Arguments, before: list[Tensor], probe: Probe) -> Column:
+    """Run the network with changed cells; `before` are its outputs without."""
+    return Column(probe, changes(before, run(probe.changed(arguments))))
 
 
 def fill_table(
@@ -95,7 +102,7 @@ def fill_table(
 
     def column_of(cells: Sequence[tuple[int, int]]) -> Column:
         probe = Probe(input=index, cells=dict(zip(axes, cells, strict=True)))
-        return Column(probe, changes(before, run(probe.changed(arguments))))
+        return run_probe(run, arguments, before, probe)
 
     size = 1
     while True:
@@ -116,6 +123,17 @@ def fill_table(
     if more_blocks == blocks:
         return table
     return Table(shape, [column_of(cells) for cells in more_blocks])
+
+
+def probes_at_borders(table: Table) -> list[Probe]:
+    """Return probes near both ends of each axis, where padding may reflect or wrap around."""
+    probes = []
+    middle = table.columns[0].probe
+    for axis in table.axes:
+        last = table.input_shape[axis] - 1
+        for cell in (*FIRST_CELLS, last):
+            probes.append(replace(middle, cells={**middle.cells, axis: (cell, cell)}))
+    return probes
 
 
 def spread_blocks(
