@@ -88,9 +88,9 @@ def convert_(
         mean, std: Normalisation of a folder of images, as in `calibrate`.
         input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
             timm model states.
-        example_inputs: For a network that takes anything but one image: what forward is called
-            with, with the batch axis, of any dtype. A tensor, a tuple of tensors, or a dict of
-            keyword arguments. The plan keeps shapes, dtypes and the range of integers.
+        example_inputs: For a network that takes anything but one image, or values of a certain
+            range: what forward is called with, with the batch axis, of any dtype. A tensor, a tuple
+            of tensors, or a dict of keyword arguments. The plan keeps shapes, dtypes and ranges.
         seed: For random positions. The global generator is not touched.
         progress: Show progress on stderr if the work takes more than two seconds: a bar with the
             time left on a terminal, otherwise lines. None shows it only on a terminal and in a
