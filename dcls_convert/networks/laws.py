@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from .table import MIN_CELLS, SLACK, AxisPair, Column, Interval, Table
+from .table import MIN_CELLS, SLACK, AxisPair, DependenceColumn, DependenceTable, Interval
 
 MIN_VIEWS = 3  # columns that show something, for a law
 NEARLY_ALL = 0.75  # of a map: outputs that change so often look at nearly all of it
@@ -45,12 +45,12 @@ class Law:
 
     reason: str
     pair: AxisPair
-    lines: tuple[AxisPair, ...]  # see `Column.cells`
+    lines: tuple[AxisPair, ...]  # see `DependenceColumn.cells`
     least: float = -math.inf
     most: float = math.inf
     hole: Interval = (0, 0)
 
-    def is_broken_by(self, column: Column) -> bool:
+    def is_broken_by(self, column: DependenceColumn) -> bool:
         """True if an entry of the column has such a displacement, or the output has no map."""
         if column.changed[self.pair.output] is None:
             return True
@@ -61,7 +61,7 @@ class Law:
         return False
 
 
-def laws_of(table: Table) -> list[Law]:
+def laws_of(table: DependenceTable) -> list[Law]:
     """Return the laws for all outputs that keep their shape, along all axes of the table."""
     laws: list[Law] = []
     for pair, lines in _pairs_and_lines(table):
@@ -112,7 +112,7 @@ def laws_of_pair(
         yield Law(reason=BLIND_SPOT, pair=pair, lines=lines, hole=(last_back, first_ahead))
 
 
-def is_settled(table: Table) -> bool:
+def is_settled(table: DependenceTable) -> bool:
     """True if more columns would show no law: outputs look to all sides, and at their own place."""
     if any(column.is_empty() for column in table.columns) or _unpaired_axes(table):
         return False
@@ -129,7 +129,7 @@ def is_settled(table: Table) -> bool:
     return True
 
 
-def lost_axes(table: Table) -> list[int]:
+def lost_axes(table: DependenceTable) -> list[int]:
     """Return spatial axes of the input along which parts of outputs change, but do not move."""
     lost = set()
     for output, output_axis in _unpaired_axes(table):
@@ -139,7 +139,7 @@ def lost_axes(table: Table) -> list[int]:
     return sorted(lost)
 
 
-def _unpaired_axes(table: Table) -> list[tuple[int, int]]:
+def _unpaired_axes(table: DependenceTable) -> list[tuple[int, int]]:
     """Return outputs and their axes of which parts change, without a pair."""
     paired = {(pair.output, pair.output_axis) for pair in find_pairs(table)}
     unpaired = []
@@ -153,7 +153,7 @@ def _unpaired_axes(table: Table) -> list[tuple[int, int]]:
     return unpaired
 
 
-def _pairs_and_lines(table: Table) -> Iterator[tuple[AxisPair, tuple[AxisPair, ...]]]:
+def _pairs_and_lines(table: DependenceTable) -> Iterator[tuple[AxisPair, tuple[AxisPair, ...]]]:
     """Yield each pair twice: for the whole output, and for the line through the probe."""
     pairs = find_pairs(table)
     for pair in pairs:
@@ -165,7 +165,7 @@ def _pairs_and_lines(table: Table) -> Iterator[tuple[AxisPair, tuple[AxisPair, .
             yield pair, lines
 
 
-def find_pairs(table: Table) -> list[AxisPair]:
+def find_pairs(table: DependenceTable) -> list[AxisPair]:
     """Return, for each axis of each output, the axis of the input that belongs to it, if any.
 
     It is the one with whose cells the changes move. If outputs look at nearly all of a small map,
@@ -177,7 +177,7 @@ def find_pairs(table: Table) -> list[AxisPair]:
         for axis in table.axes:
             for output_axis, size in enumerate(shape):
                 pair = AxisPair(input_axis=axis, output=output, output_axis=output_axis)
-                found = _placed(pair, table, size) if size >= MIN_CELLS else None
+                found = _placed(pair, table, size)
                 if found is None:
                     continue
                 is_in_place = table.is_in_place(axis, output, output_axis)
@@ -199,7 +199,7 @@ def find_pairs(table: Table) -> list[AxisPair]:
     return pairs
 
 
-def _placed(pair: AxisPair, table: Table, size: int) -> AxisPair | None:
+def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | None:
     """Return how output cells lie over input cells; None if no edge of a column moves with it.
 
     The stride is the slope of the edges. The place is known from the sizes, up to what was cut:
@@ -208,6 +208,8 @@ def _placed(pair: AxisPair, table: Table, size: int) -> AxisPair | None:
         side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
                                        3 to 5 under outputs 2 and 3            own = -1.5 to 2
     """
+    if size < MIN_CELLS:
+        return None
     side = table.input_shape[pair.input_axis]
     moving = []
     for edge in _edges(pair, table, size):
@@ -221,7 +223,9 @@ def _placed(pair: AxisPair, table: Table, size: int) -> AxisPair | None:
 
     def misfit(stride: Fraction) -> tuple[float, int, float]:
         # With the right stride, the edge moves beside the cells by its phases at most.
-        phases = stride.numerator - 1 if stride.denominator <= MAX_UPSAMPLING else float(stride)
+        phases = float(stride)
+        if stride.denominator <= MAX_UPSAMPLING:
+            phases = stride.numerator - 1
         beside = [cell - float(stride) * place for cell, place in edge]
         excess = max(0.0, max(beside) - min(beside) - phases)
         return round(excess, 3), stride.denominator, abs(math.log(stride * size / side))
@@ -255,7 +259,7 @@ def _placed(pair: AxisPair, table: Table, size: int) -> AxisPair | None:
     return replace(pair, stride=stride, own=own, is_cut=is_cut, correlation=correlation)
 
 
-def _edges(pair: AxisPair, table: Table, size: int) -> tuple[Edge, Edge]:
+def _edges(pair: AxisPair, table: DependenceTable, size: int) -> tuple[Edge, Edge]:
     """Return the edges of what changes, without those at the border of the map."""
     first_edge: Edge = []
     last_edge: Edge = []

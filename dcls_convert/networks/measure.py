@@ -36,7 +36,7 @@ from .probing import (
 )
 from .running import Run, running, without_small_parameters
 from .stand_ins import StandIn, in_place, with_window
-from .table import MIN_CELLS, Table
+from .table import MIN_CELLS, DependenceTable
 
 LIBRARIES = ("timm.", "torch.", "torchvision.")
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
@@ -46,7 +46,7 @@ MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
 TOO_LITTLE_MEMORY = "memory does not suffice"
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
-Item = TypeVar("Item")
+Suspect = TypeVar("Suspect")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ class Dependence:
     model: nn.Module
     convs: Mapping[str, Conv]
     arguments: Arguments
-    tables: Sequence[Table]
+    tables: Sequence[DependenceTable]
     laws: Sequence[Sequence[Law]]  # of each table
 
     def broken_by(self, windows: Mapping[str, Sequence[int]]) -> dict[str, dict[int, str]]:
@@ -107,7 +107,9 @@ class Dependence:
         before = run(self.arguments)
         _check_finite(before)
         for table, laws in zip(self.tables, self.laws, strict=True):
-            for column in table.columns if laws else ():
+            if not laws:
+                continue
+            for column in table.columns:
                 now = run_probe(run, self.arguments, before, column.probe)
                 for law in laws:
                     if law.is_broken_by(now):
@@ -198,7 +200,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
 
 
 def _find_laws(
-    run: RunOutputs, arguments: Arguments, before: list[Tensor], tables: Sequence[Table]
+    run: RunOutputs, arguments: Arguments, before: list[Tensor], tables: Sequence[DependenceTable]
 ) -> list[list[Law]]:
     """Return the laws of each table; add columns near the borders to those that have some.
 
@@ -209,7 +211,9 @@ def _find_laws(
     for table in tables:
         laws_of_table = laws_of(table)
         laws.append(laws_of_table)
-        for probe in probes_at_borders(table) if laws_of_table else []:
+        if not laws_of_table:
+            continue
+        for probe in probes_at_borders(table):
             column = run_probe(run, arguments, before, probe)
             if not any(law.is_broken_by(column) for law in laws_of_table):
                 table.columns.append(column)
@@ -301,8 +305,8 @@ def _what_changes(
 
 
 def find_culprits(
-    items: Sequence[Item], problem: Callable[[Sequence[Item]], str | None]
-) -> dict[Item, str]:
+    items: Sequence[Suspect], problem: Callable[[Sequence[Suspect]], str | None]
+) -> dict[Suspect, str]:
     """Return the items that have a problem, each with it, so that the others together have none.
 
     Args:
@@ -310,7 +314,7 @@ def find_culprits(
         problem: Returns the problem of some items together; None if there is none.
     """
 
-    def search(group: Sequence[Item]) -> dict[Item, str]:
+    def search(group: Sequence[Suspect]) -> dict[Suspect, str]:
         reason = problem(group) if group else None
         if reason is None:
             return {}
@@ -320,7 +324,7 @@ def find_culprits(
         found = search(group[:middle]) | search(group[middle:])
         return found or dict.fromkeys(group, reason)  # harmless in halves, but not together
 
-    culprits: dict[Item, str] = {}
+    culprits: dict[Suspect, str] = {}
     while more := search([item for item in items if item not in culprits]):
         culprits |= more
     return culprits

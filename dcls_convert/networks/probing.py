@@ -9,7 +9,7 @@ from torch import Tensor
 from ..text import join_with_and
 from .inputs import Arguments
 from .laws import find_pairs, is_settled, lost_axes
-from .table import MIN_CELLS, Column, Probe, Table, changes
+from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 
 # Per group of axes, one run each; up to MAX_PROBES to meet all phases of a stride.
 PROBES = 8
@@ -29,7 +29,7 @@ class CannotMeasureError(Exception):
 
 def tables_of(
     run: RunOutputs, arguments: Arguments, before: list[Tensor]
-) -> tuple[list[Table], str]:
+) -> tuple[list[DependenceTable], str]:
     """Return a table for each group of axes, and text on those that could not be measured.
 
     The first axis, the second one, and all later ones together are groups. So no notion of a batch
@@ -60,7 +60,7 @@ def tables_of(
     return tables, "; ".join(problems)
 
 
-def _problem(table: Table) -> tuple[str | None, list[int]]:
+def _problem(table: DependenceTable) -> tuple[str | None, list[int]]:
     """Return what cannot be seen in a table, and along which axes; None if all can be."""
     if not table.shapes():
         return "the shapes of its outputs depend on the values of its inputs", table.axes
@@ -71,7 +71,7 @@ def _problem(table: Table) -> tuple[str | None, list[int]]:
     return None, []
 
 
-def _has_effects(columns: Sequence[Column]) -> bool:
+def _has_effects(columns: Sequence[DependenceColumn]) -> bool:
     return 2 * sum(column.is_empty() for column in columns) <= len(columns)
 
 
@@ -84,14 +84,16 @@ def _changes_with_inputs(run: RunOutputs, arguments: Arguments, before: list[Ten
     return False
 
 
-def run_probe(run: RunOutputs, arguments: Arguments, before: list[Tensor], probe: Probe) -> Column:
+def run_probe(
+    run: RunOutputs, arguments: Arguments, before: list[Tensor], probe: Probe
+) -> DependenceColumn:
     """Run the network with changed cells; `before` are its outputs without."""
-    return Column(probe, changes(before, run(probe.changed(arguments))))
+    return DependenceColumn(probe, changes(before, run(probe.changed(arguments))))
 
 
 def fill_table(
     run: RunOutputs, arguments: Arguments, before: list[Tensor], index: int, axes: Sequence[int]
-) -> Table:
+) -> DependenceTable:
     """Change blocks, which double until half of them have an effect.
 
     x . x . x .     Only every second cell is read: a block of one cell may meet none,
@@ -100,14 +102,14 @@ def fill_table(
     shape = arguments.tensors()[index].shape
     sides = [shape[axis] for axis in axes]
 
-    def column_of(cells: Sequence[tuple[int, int]]) -> Column:
+    def column_of(cells: Sequence[tuple[int, int]]) -> DependenceColumn:
         probe = Probe(input=index, cells=dict(zip(axes, cells, strict=True)))
         return run_probe(run, arguments, before, probe)
 
     size = 1
     while True:
         blocks = spread_blocks(sides, size, [])
-        table = Table(shape, [column_of(cells) for cells in blocks[:FIRST_PROBES]])
+        table = DependenceTable(shape, [column_of(cells) for cells in blocks[:FIRST_PROBES]])
         if is_settled(table):
             return table
         table.columns.extend(column_of(cells) for cells in blocks[FIRST_PROBES:])
@@ -122,10 +124,10 @@ def fill_table(
     more_blocks = spread_blocks(sides, size, strides)
     if more_blocks == blocks:
         return table
-    return Table(shape, [column_of(cells) for cells in more_blocks])
+    return DependenceTable(shape, [column_of(cells) for cells in more_blocks])
 
 
-def probes_at_borders(table: Table) -> list[Probe]:
+def probes_at_borders(table: DependenceTable) -> list[Probe]:
     """Return probes near both ends of each axis, where padding may reflect or wrap around."""
     probes = []
     middle = table.columns[0].probe

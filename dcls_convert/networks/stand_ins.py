@@ -14,7 +14,7 @@ from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
 # Written into weights; whatever other code does to a weight changes at least one of these values.
 POISON = (math.nan, 3e4, -3e4)
-GROWTH = 2  # cells by which a stand-in's window is larger than the old kernel
+STAND_IN_GROWTH = 2  # cells by which a stand-in's window is larger than the old kernel
 
 
 class StandIn:
@@ -104,7 +104,7 @@ def _stand_in_layer(conv: Conv) -> DclsConvNd:
     sizes = _extents(conv)
     several = [axis for axis, size in enumerate(sizes) if size > 1] or [len(sizes) - 1]
     for axis in several:
-        sizes[axis] += GROWTH
+        sizes[axis] += STAND_IN_GROWTH
     return _layer_without_values(conv, sizes, [i for i in range(len(sizes)) if i not in several])
 
 

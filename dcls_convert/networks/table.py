@@ -41,7 +41,9 @@ class Probe:
     def changed(self, arguments: Arguments) -> Arguments:
         """Return the arguments with other values in the block."""
         tensor = arguments.tensors()[self.input].clone()
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        numbers = tensor
+        if tensor.is_complex():
+            numbers = torch.view_as_real(tensor)
         values = torch.unique(numbers)
         block = numbers
         for axis, (first, last) in self.cells.items():
@@ -66,7 +68,7 @@ class AxisPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class DependenceColumn:
     """The outputs that change with a block of input cells."""
 
     probe: Probe
@@ -105,11 +107,11 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class DependenceTable:
     """Columns for some axes of one input."""
 
     input_shape: torch.Size
-    columns: list[Column]
+    columns: list[DependenceColumn]
 
     @property
     def axes(self) -> list[int]:
@@ -142,7 +144,7 @@ def changes(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor | 
         finite = old.isfinite() & new.isfinite()
         values = torch.where(finite, old.double(), 0)
         difference = torch.where(finite, new.double() - values, 0).abs()
-        scale = max(values.abs().max(), difference.max()) if values.numel() else 0
         rounding = min(ROUNDING, 10 * torch.finfo(old.dtype).eps)
-        masks[number] = difference > rounding * scale
+        largest = torch.maximum(values.abs(), difference).amax() if values.numel() else 0
+        masks[number] = difference > rounding * largest
     return masks

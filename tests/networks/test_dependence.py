@@ -162,6 +162,15 @@ def in_mode(mode, cells=2):
     return lambda: Call(lambda x, c: later(c(x), cells), conv(1, padding=1, padding_mode=mode))
 
 
+def circular_without_a_wrap():
+    """The first cell, which sees the last one, is dropped; a larger window wraps further."""
+
+    def use(x, c):
+        return later(torch.cat([torch.zeros_like(x[..., :1]), c(x)[..., 1:]], -1), 2)
+
+    return Call(use, conv(1, padding=1, padding_mode="circular"))
+
+
 def keep(first, step):
     return lambda x, c: causal(x, c)[..., first::step]
 
@@ -185,6 +194,7 @@ CAUSAL = {
     "replicated borders": (in_mode("replicate"), (2, 48), 1, 0, {"dilated_size": 11}),
     "reflected borders": (in_mode("reflect"), (2, 48), 1, 0, {"dilated_size": 11}),
     "circular borders": (in_mode("circular", 6), (2, 48), 1, 0, {"dilated_size": 17}),
+    "no cell wraps round": (circular_without_a_wrap, (2, 40), 1, 0, {"dilated_size": 5}),
     "logarithm": (domain(torch.log), (2, 32), 1, 0, {}),
     "root": (domain(lambda x: x.sqrt()), (2, 32), 1, 0, {}),
     "changed in place": (
