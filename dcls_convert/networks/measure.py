@@ -259,9 +259,12 @@ def _first_run(
 def outputs_of(run: Run, arguments: Arguments) -> list[Tensor]:
     """Return the outputs as real numbers; a list of equal maps, as of time steps, as one of them.
 
-    All runs have the same random numbers.
+    Integers, such as labels, are left out if there are other numbers, which show more. All runs
+    have the same random numbers.
     """
-    outputs = comparable(tensors_in(run(*arguments.args, **arguments.kwargs)))
+    tensors = tensors_in(run(*arguments.args, **arguments.kwargs))
+    others = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    outputs = comparable(others or tensors)
     if len(outputs) >= MIN_CELLS and len({output.shape for output in outputs}) == 1:
         return [torch.stack(outputs)]
     return outputs
