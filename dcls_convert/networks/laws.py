@@ -21,6 +21,7 @@ FIRST_SPATIAL = 2  # index of the first spatial axis in (N, C, *spatial)
 MIN_CORRELATION = 0.85
 MIN_CORRELATION_OF_OTHERS = 0.95  # of axes in different places, if there are several
 LEAST_ERROR = 0.05  # relative, of a slope
+MAX_RATIO_OF_SLOPES = 1.3  # of the two edges of what changes
 MAX_EXCESS = 4  # strides; pooling lets edges move less evenly than strides do
 MAX_PADDED = 1.5  # padding makes maps longer by less than that; joined maps are longer
 MAX_STRIDE = 64
@@ -211,13 +212,19 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
     if size < MIN_CELLS:
         return None
     side = table.input_shape[pair.input_axis]
-    moving = []
+    moving: list[tuple[float, float, Edge]] = []
+    clear_slopes: list[float] = []
     for edge in _edges(pair, table, size):
         slope_of_edge = _slope(edge)
-        if slope_of_edge is not None:
-            moving.append((*slope_of_edge, edge))
+        if slope_of_edge is None:
+            continue
+        moving.append((*slope_of_edge, edge))
+        if slope_of_edge[0] > MIN_CORRELATION_OF_OTHERS:
+            clear_slopes.append(slope_of_edge[1])
     if not moving:
         return None
+    if max(clear_slopes, default=1) > MAX_RATIO_OF_SLOPES * min(clear_slopes, default=1):
+        return None  # several maps are joined along the axis
     # The border of the map may cut the other edge, and leave a part that moves in another way.
     correlation, slope, edge = max(moving)
 
