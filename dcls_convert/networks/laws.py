@@ -1,7 +1,7 @@
 """Laws of what outputs depend on, read off a table; windows must not break them.
 
-An axis of the output belongs to the axis of the input with whose cells its changes move. From their
-slope, and from the sizes, follows where output cells lie over input cells: `find_pairs`. The laws
+An axis of an output and one of an input are a pair if changed output cells move with changed input
+cells. The slope and the sizes tell how output cells lie over input cells: `find_pairs`. The laws
 say to which displacements outputs do not look: `laws_of_pair`.
 """
 
@@ -74,7 +74,7 @@ def laws_of(table: DependenceTable) -> list[Law]:
 def laws_of_pair(
     pair: AxisPair, lines: tuple[AxisPair, ...], views: Sequence[Sequence[Interval]]
 ) -> Iterator[Law]:
-    """Yield what displacements must not become, given those that each column shows.
+    """Yield the laws that the displacements of all columns obey.
 
     1. Outputs look ahead of (behind) their own place only if they did before:
 
@@ -97,12 +97,13 @@ def laws_of_pair(
     # torch pads an even centred kernel so that it looks one cell further ahead.
     if least >= start - SLACK and centre > end + 0.5 + SLACK:
         yield Law(reason=ONE_SIDE, pair=pair, lines=lines, least=min(least, end))
-    if pair.is_cut:  # which leaves the place open, so it is looked for in the middle
+    if pair.is_cut:  # the place is not known, so a hole is looked for in the middle
         start = end = centre
     last_back = -math.inf
     first_ahead = math.inf
     both = 0  # views that look to both sides
     for view in views:
+        # Displacements from start to end, the own place, count as ahead, and rule out a hole.
         back = max((high for _, high in view if high < start - SLACK), default=-math.inf)
         ahead = min((low for low, _ in view if low > start - SLACK), default=math.inf)
         last_back = max(last_back, back)
@@ -155,15 +156,16 @@ def _unpaired_axes(table: DependenceTable) -> list[tuple[int, int]]:
 
 
 def _pairs_and_lines(table: DependenceTable) -> Iterator[tuple[AxisPair, tuple[AxisPair, ...]]]:
-    """Yield each pair twice: for the whole output, and for the line through the probe."""
+    """Yield each pair for the whole output and, if there are others, the line through the probe."""
     pairs = find_pairs(table)
     for pair in pairs:
         others = []
         for other in pairs:
             if other.output == pair.output and other.input_axis != pair.input_axis:
                 others.append(other)
-        for lines in {(), tuple(others)}:
-            yield pair, lines
+        yield pair, ()
+        if others:
+            yield pair, tuple(others)
 
 
 def find_pairs(table: DependenceTable) -> list[AxisPair]:

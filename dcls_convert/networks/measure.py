@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,25 +88,25 @@ class Dependence:
         self, run: Run, windows: Mapping[str, Sequence[int]], grown: Sequence[tuple[str, int]]
     ) -> str | None:
         """Return why convolutions must not grow along some axes; None if they may."""
-        new = {}
-        for name, conv in self.convs.items():
-            axes = [axis for other, axis in grown if other == name]
-            if axes:
-                new[conv] = with_window(conv, windows[name], axes)
-
-        def outputs(arguments: Arguments) -> list[Tensor]:
-            return outputs_of(run, arguments)
-
+        axes_of: dict[str, list[int]] = {}
+        for name, axis in grown:
+            axes_of.setdefault(name, []).append(axis)
         try:
+            new = {}
+            for name, axes in axes_of.items():
+                new[self.convs[name]] = with_window(self.convs[name], windows[name], axes)
             with in_place(self.model, new):
-                return self._broken_law(outputs)
+                return self._broken_law(functools.partial(outputs_of, run))
         except Exception as error:  # the network's own code may raise anything
+            if is_out_of_memory(error):
+                return f"{TOO_LITTLE_MEMORY} to try its window"
             return f"the network does not run with a larger window ({_text(error)})"
 
     def _broken_law(self, run: RunOutputs) -> str | None:
         """Return the reason of a law that the network breaks now; None if all hold."""
         before = run(self.arguments)
-        _check_finite(before)
+        if finite_share(before) < MIN_FINITE:
+            return "with a larger window, (nearly) no output is a finite number"
         for table, laws in zip(self.tables, self.laws, strict=True):
             if not laws:
                 continue
@@ -166,11 +167,11 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     calls: Counter[str] = Counter()
     with without_small_parameters(model), running(model, restart=calls.clear) as run:
         arguments, before = _first_run(run, convs, inputs, calls)
-        _check_finite(before)
-
-        def outputs(some: Arguments) -> list[Tensor]:
-            return outputs_of(run, some)
-
+        outputs = functools.partial(outputs_of, run)
+        if not any(tensor.numel() for tensor in before):
+            raise CannotMeasureError("it returns no tensor that can be compared")
+        if finite_share(before) < MIN_FINITE:
+            raise CannotMeasureError("its outputs have (nearly) no finite numbers")
         reasons = {name: NOT_CALLED for name in convs if not calls[name]}
         called = {name: conv for name, conv in convs.items() if name not in reasons}
 
@@ -218,12 +219,6 @@ def _find_laws(
             if not any(law.is_broken_by(column) for law in laws_of_table):
                 table.columns.append(column)
     return laws
-
-
-def _check_finite(outputs: Sequence[Tensor]) -> None:
-    """Raise CannotMeasureError if most of the outputs are not finite numbers."""
-    if finite_share(outputs) < MIN_FINITE:
-        raise CannotMeasureError("its outputs have (nearly) no finite numbers")
 
 
 def _first_run(

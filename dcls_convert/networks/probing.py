@@ -11,13 +11,10 @@ from .inputs import Arguments
 from .laws import find_pairs, is_settled, lost_axes
 from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 
-# Per group of axes, one run each; up to MAX_PROBES to meet all phases of a stride.
+# Probes for a group of axes; each is one run. There are up to MAX_PROBES where strides have phases.
 PROBES = 8
 MAX_PROBES = 32
 FIRST_PROBES = 4  # enough for most networks that look to all sides
-# Probe number i is at place i * factor (modulo their number) along an axis, so that one axis is not
-# taken for another.
-FACTORS = (1, 3, 5)
 FIRST_CELLS = (1, 2)  # which padding by reflection repeats before the first cell
 
 RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
@@ -40,54 +37,55 @@ def tables_of(
     """
     tables = []
     problems = []
+    unused = 0  # tables of inputs without an effect
     for index, tensor in enumerate(arguments.tensors()):
-        for group in ((0,), (1,), tuple(range(2, tensor.dim()))):
-            axes = [axis for axis in group if axis < tensor.dim()]
-            axes = [axis for axis in axes if tensor.shape[axis] >= MIN_CELLS]
+        for group in (slice(0, 1), slice(1, 2), slice(2, None)):
+            axes = [axis for axis in range(tensor.dim())[group] if tensor.shape[axis] >= MIN_CELLS]
             if not axes:
                 continue
             table = fill_table(run, arguments, before, index, axes)
+            whole_input = Probe(input=index, cells={})
+            if not _has_effects(table.columns):
+                if run_probe(run, arguments, before, whole_input).is_empty():
+                    unused += 1
+                    continue
             tables.append(table)
-            problem, lost = _problem(table)
+            problem = _problem(table)
             if problem is not None:
-                where = f"axis {lost[0]}"
-                if len(lost) > 1:
-                    where = f"axes {join_with_and([str(axis) for axis in lost])}"
-                problems.append(f"along {where} of input {index}, {problem}")
-    if tables and all(column.is_empty() for table in tables for column in table.columns):
-        if not _changes_with_inputs(run, arguments, before):
-            raise CannotMeasureError("its outputs do not change with its inputs")
+                problems.append(f"of input {index}, {problem}")
+    if unused and not tables:
+        raise CannotMeasureError(
+            "its outputs do not change with its inputs, or all values of these are equal"
+        )
     return tables, "; ".join(problems)
 
 
-def _problem(table: DependenceTable) -> tuple[str | None, list[int]]:
+def _problem(table: DependenceTable) -> str | None:
     """Return what cannot be seen in a table, and along which axes; None if all can be."""
     if not table.shapes():
-        return "the shapes of its outputs depend on the values of its inputs", table.axes
+        return f"{_axes_text(table.axes)}: the shapes of outputs depend on the values"
     if not _has_effects(table.columns):
-        return "most changed cells change no output", table.axes
-    if lost_axes(table):
-        return "outputs do not move with the changed cells", lost_axes(table)
-    return None, []
+        return f"{_axes_text(table.axes)}: most changed cells change no output"
+    lost = lost_axes(table)
+    if lost:
+        return f"{_axes_text(lost)}: outputs do not move with the changed cells"
+    return None
+
+
+def _axes_text(axes: Sequence[int]) -> str:
+    if len(axes) == 1:
+        return f"axis {axes[0]}"
+    return f"axes {join_with_and([str(axis) for axis in axes])}"
 
 
 def _has_effects(columns: Sequence[DependenceColumn]) -> bool:
     return 2 * sum(column.is_empty() for column in columns) <= len(columns)
 
 
-def _changes_with_inputs(run: RunOutputs, arguments: Arguments, before: list[Tensor]) -> bool:
-    """True if an output changes when all values of an input do."""
-    for index in range(len(arguments.tensors())):
-        probe = Probe(input=index, cells={})
-        if not run_probe(run, arguments, before, probe).is_empty():
-            return True
-    return False
-
-
 def run_probe(
     run: RunOutputs, arguments: Arguments, before: list[Tensor], probe: Probe
 ) -> DependenceColumn:
-    """Run the network with changed cells; `before` are its outputs without."""
+    """Run the network with changed cells; `before` are its outputs for unchanged inputs."""
     return DependenceColumn(probe, changes(before, run(probe.changed(arguments))))
 
 
@@ -151,7 +149,8 @@ def spread_blocks(
         count *= 2
     numbers = [*range(0, count, 2), *range(1, count, 2)]  # so that the first ones are far apart
     blocks_along = []
-    for side, factor in zip(sides, FACTORS, strict=False):
+    for index, side in enumerate(sides):
+        factor = 2 * index + 1  # another order along each axis, so that none is taken for another
         length = min(size, side)
         last = side - length
         room = last // 2 + 1

@@ -17,6 +17,7 @@ the containers among them. After the block, its modules are in their previous mo
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from .model_state import containers_of, copy_tensors_, image_dtype, refill_
 from .process_settings import full_precision, seeded, suppress_output
 from .wrappers import COMPILED
 
-SMALL = 1e-2  # a parameter below it, such as a new layer scale, hides what is behind it
+SMALL = 1e-2  # a parameter of smaller values counts as (nearly) zero
 
 
 class Run(Protocol):
@@ -50,13 +51,15 @@ def running(
             they have recorded.
     """
     modes = {module: module.training for module in model.modules()}
-    kept = [] if on_meta else _parameter_values(model)
-    needs_gradients: bool | None = None  # None before a run has succeeded
+    kept: list[_KeptParameter] = []
+    if not on_meta:
+        kept = _kept_parameters(model)
+    needs_gradients: bool | None = None  # None until a run has succeeded
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
         nonlocal needs_gradients
         try:
-            with torch.set_grad_enabled(needs_gradients is True):
+            with torch.set_grad_enabled(bool(needs_gradients)):
                 outputs = run_once(*args, **kwargs)
         except RuntimeError as error:
             if needs_gradients is not None or is_out_of_memory(error):
@@ -68,14 +71,14 @@ def running(
                 needs_gradients = True
                 return outputs
             raise
-        needs_gradients = needs_gradients is True
+        needs_gradients = bool(needs_gradients)
         return outputs
 
     def run_once(*args: Tensor, **kwargs: Tensor) -> Any:
         saved = containers_of(model)
         try:
-            for parameter, *_ in kept:
-                parameter.grad = None  # forward may add to it
+            for one in kept:
+                one.parameter.grad = None  # forward may add to it
             copy_tensors_(model, on_meta=on_meta)
             args, kwargs = _copies_for(model, args, kwargs)
             with contextlib.ExitStack() as stack:
@@ -86,7 +89,8 @@ def running(
                 return model(*args, **kwargs)
         finally:
             refill_(saved)
-            _restore_(kept)
+            for one in kept:
+                one.restore_()
 
     try:
         for module in modes:
@@ -95,7 +99,8 @@ def running(
     finally:
         for module, training in modes.items():
             module.training = training
-        _restore_(kept)
+        for one in kept:
+            one.restore_()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -127,37 +132,54 @@ def _copies_for(
     return tuple(map(copied, args)), {name: copied(tensor) for name, tensor in kwargs.items()}
 
 
-Kept = list[tuple[nn.Parameter, Tensor, bool, Tensor | None]]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KeptParameter:
+    """A parameter, and what forward may change of it."""
+
+    parameter: nn.Parameter
+    data: Tensor  # its memory
+    values: Tensor  # a copy
+    requires_grad: bool
+    gradient: Tensor | None
+
+    def restore_(self) -> None:
+        """Restore it. Writing to `data` does not invalidate a graph that has saved it."""
+        parameter = self.parameter
+        if parameter.dtype != self.data.dtype or not parameter.is_set_to(self.data):
+            parameter.data = self.data
+        self.data.copy_(self.values)
+        if parameter.requires_grad != self.requires_grad:
+            parameter.requires_grad_(self.requires_grad)
+        parameter.grad = self.gradient
 
 
-def _parameter_values(model: nn.Module) -> Kept:
-    """Return each parameter with its values, whether it is trained, and its gradient."""
-    kept: Kept = []
+def _kept_parameters(model: nn.Module) -> list[_KeptParameter]:
+    kept = []
     for parameter in model.parameters():
-        with contextlib.suppress(RuntimeError):  # torch cannot copy or change some kinds
+        with contextlib.suppress(RuntimeError):  # torch cannot copy or write to some kinds
             values = parameter.detach().clone()
-            parameter.data.copy_(values)
-            kept.append((parameter, values, parameter.requires_grad, parameter.grad))
+            parameter.data.copy_(values)  # raises here, not when it is restored
+            kept.append(
+                _KeptParameter(
+                    parameter=parameter,
+                    data=parameter.data,
+                    values=values,
+                    requires_grad=parameter.requires_grad,
+                    gradient=parameter.grad,
+                )
+            )
     return kept
 
 
-def _restore_(kept: Kept) -> None:
-    """Restore the values of parameters; autograd, which may have saved them, does not notice."""
-    for parameter, values, requires_grad, gradient in kept:
-        parameter.data.copy_(values)
-        parameter.requires_grad_(requires_grad)
-        parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
+def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Run compiled parts of a model as they were before: one image is not worth a compilation."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if COMPILED in module._modules or vars(module).get("_compiled_call_impl") is not None:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                break
-        yield
+    for module in model.modules():
+        if COMPILED in module._modules or vars(module).get("_compiled_call_impl") is not None:
+            stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance(
+                "force_eager"
+            )
+            return stance
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -165,7 +187,7 @@ def without_small_parameters(model: nn.Module) -> Iterator[bool]:
     """Give parameters that are (nearly) zero larger values inside the block.
 
     A small parameter, such as a new layer scale, hides from the outputs what is behind it. Yields
-    whether there are any. Runs are begun inside the block.
+    True if there are any. Enter `running` inside the block: it restores the values that it finds.
     """
     generator = torch.Generator().manual_seed(1)
     kept: list[tuple[Tensor, Tensor]] = []
@@ -184,5 +206,5 @@ def without_small_parameters(model: nn.Module) -> Iterator[bool]:
                 parameter.data.copy_(values * scale)
         yield bool(kept)
     finally:
-        for changed, values in kept:
+        for changed, values in reversed(kept):  # parameters may share memory
             changed.data.copy_(values)

@@ -10,8 +10,8 @@ cells change with which input cells. Here, for a kernel of 3 cells:
   cell    2 . x x x . . . .     A column is what changes with an input cell: outputs 2 to 4 with
           3 . . x x x . . .     input 3. One run with a changed cell shows it.
 
-The displacement of an entry is `input cell - stride * output cell`. An output's own place are the
-displacements in `AxisPair.own`: only 0 if the output has as many cells as the input.
+The displacement of an entry is `input cell - stride * output cell`. The displacements of an
+output's own place are the interval `AxisPair.own`: (0, 0) if it has as many cells as the input.
 """
 
 import math
@@ -25,7 +25,8 @@ from torch import Tensor
 from .inputs import Arguments
 
 MIN_CELLS = 4  # along an axis; fewer have no order
-ROUNDING = 1e-6  # of the largest output; Fourier transforms change all outputs by less
+# Relative to the largest output; rounding in a Fourier transform changes all outputs, by less.
+ROUNDING = 1e-6
 SLACK = 1e-3  # displacements are sums of few fractions
 
 Interval = tuple[float, float]
@@ -48,7 +49,7 @@ class Probe:
         block = numbers
         for axis, (first, last) in self.cells.items():
             block = block.narrow(axis, first, last - first + 1)
-        # The value half a ranking away differs from the old one, but is one of the tensor's own.
+        # Half a ranking further on is another value, unless all are equal, and one of the tensor's.
         ranks = torch.searchsorted(values.double(), block.double().contiguous())
         block.copy_(values[(ranks + (len(values) + 1) // 2) % len(values)])
         return arguments.with_tensor(self.input, tensor)
@@ -135,7 +136,7 @@ class DependenceTable:
 def changes(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor | None]:
     """Return a mask of where each output differs; None if its shape does.
 
-    What is not finite says nothing.
+    Where an output is not finite, it counts as equal.
     """
     masks: list[Tensor | None] = [None] * len(before)
     for number, (old, new) in enumerate(zip(before, after, strict=False)):

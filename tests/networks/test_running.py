@@ -60,6 +60,12 @@ def bounded(net, x):
     return net.energy(x)
 
 
+def halved(net, x):
+    net.stem.weight.data = net.stem.weight.data.half().float() * 0.5
+    net.conv.bias.data = net.conv.bias.data[:1]
+    return net.energy(x) if len(net.conv.bias) == 8 else F.conv2d(x, net.stem.weight)
+
+
 USES = [in_place, force, force_by_backward, unrolled, bounded]
 
 
@@ -68,7 +74,7 @@ def expected_outputs(net, x):
         return run(x.clone()).detach()
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [*USES, halved])
 def test_runs_are_alike_and_leave_nothing_behind(use):
     net = Net(use)
     for parameter in net.parameters():
@@ -106,6 +112,29 @@ def test_a_conversion_measures_compares_saves_and_folds_such_a_network(use, tmp_
     fold_to_dense_(net)
     if use is not bounded:
         torch.testing.assert_close(net(x.clone()).detach(), expected)
+
+
+def test_small_parameters_that_share_memory_keep_their_values():
+    net = Net(lambda net, x: net.energy(x) + net.first.sum() + net.second.sum())
+    memory = torch.zeros(2, 40_000)
+    net.first = nn.Parameter(memory)
+    net.second = nn.Parameter(memory.view(-1))
+    find_convs(net, IMAGE)
+    assert not memory.any()
+
+
+def test_inputs_may_have_many_axes():
+    class LightField(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            views = x.permute(0, 2, 3, 1, 4, 5)
+            return self.conv(views.flatten(0, 2)).view(views.shape).permute(0, 3, 1, 2, 4, 5)
+
+    convs = find_convs(LightField(), example_inputs=torch.randn(1, 3, 5, 5, 12, 14))
+    assert convs.not_measured is None
 
 
 def test_a_calibration_of_a_network_that_changes_its_input_reports_the_same():
