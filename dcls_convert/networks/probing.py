@@ -50,9 +50,9 @@ def tables_of(
                     unused += 1
                     continue
             tables.append(table)
-            problem = _problem(table)
+            problem = _problem(table, index)
             if problem is not None:
-                problems.append(f"of input {index}, {problem}")
+                problems.append(problem)
     if unused and not tables:
         raise CannotMeasureError(
             "its outputs do not change with its inputs, or all values of these are equal"
@@ -60,22 +60,22 @@ def tables_of(
     return tables, "; ".join(problems)
 
 
-def _problem(table: DependenceTable) -> str | None:
-    """Return what cannot be seen in a table, and along which axes; None if all can be."""
+def _problem(table: DependenceTable, index: int) -> str | None:
+    """Return what cannot be seen in a table of an input, and along which axes; None if all can."""
+    axes = table.axes
     if not table.shapes():
-        return f"{_axes_text(table.axes)}: the shapes of outputs depend on the values"
-    if not _has_effects(table.columns):
-        return f"{_axes_text(table.axes)}: most changed cells change no output"
-    lost = lost_axes(table)
-    if lost:
-        return f"{_axes_text(lost)}: outputs do not move with the changed cells"
-    return None
-
-
-def _axes_text(axes: Sequence[int]) -> str:
-    if len(axes) == 1:
-        return f"axis {axes[0]}"
-    return f"axes {join_with_and([str(axis) for axis in axes])}"
+        problem = "the shapes of outputs depend on the values"
+    elif not _has_effects(table.columns):
+        problem = "most changed cells change no output"
+    elif lost_axes(table):
+        axes = lost_axes(table)
+        problem = "outputs do not move with the changed cells"
+    else:
+        return None
+    where = f"axis {axes[0]}"
+    if len(axes) > 1:
+        where = f"axes {join_with_and([str(axis) for axis in axes])}"
+    return f"along {where} of input {index}, {problem}"
 
 
 def _has_effects(columns: Sequence[DependenceColumn]) -> bool:

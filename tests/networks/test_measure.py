@@ -207,5 +207,7 @@ def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypat
 
 def test_where_changed_cells_have_no_effect_the_network_is_not_measured():
     convs = find_convs(User(lambda conv, x: conv(x)[..., -1]), IMAGE)
-    assert convs.not_measured == "of input 0, axes 2 and 3: most changed cells change no output"
+    assert convs.not_measured == (
+        "along axes 2 and 3 of input 0, most changed cells change no output"
+    )
     assert len(convs.sites) == 2
