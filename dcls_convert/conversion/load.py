@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 from ..networks.assumed_inputs import assumed_inputs
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
-from ..networks.measure import is_library_code
+from ..networks.library_code import is_library_code
 from ..networks.pretrained_cfg import replace_stated_cfg_, stated_source
 from ..networks.sites import ModelConvs
 from ..networks.source import (

@@ -26,7 +26,8 @@ from .input_tensors import (
     sides_of_image,
 )
 from .inputs import ExampleInputs, describe_inputs
-from .measure import LIBRARIES, NOT_CALLED, Measured, is_library_code, measure
+from .library_code import LIBRARIES, is_library_code
+from .measure import NOT_CALLED, Measured, measure
 from .probing import CannotMeasureError
 from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped

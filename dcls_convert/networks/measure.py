@@ -39,7 +39,6 @@ from .running import Run, running, without_small_parameters
 from .stand_ins import StandIn, in_place, with_window
 from .table import MIN_CELLS, DependenceTable
 
-LIBRARIES = ("timm.", "torch.", "torchvision.")
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
 # adds numbers in no fixed order.
 TOLERANCE = 1e-6
@@ -126,26 +125,6 @@ class Measured:
     reasons: dict[str, str] = field(default_factory=dict)
     dependence: Dependence | None = None  # None if it was not measured
     not_measured: str | None = None  # what could not be measured, and why; None if all was
-
-
-def is_library_code(model: nn.Module) -> bool:
-    """True for a network of timm or torchvision as it is, which the tests of this package cover.
-
-    It consists of library code alone: no hooks, and no other methods set on a module.
-    """
-    if not type(model).__module__.startswith(("timm.", "torchvision.")):
-        return False
-    for module in model.modules():
-        own = type(module)
-        has_hooks = module._forward_hooks or module._forward_pre_hooks
-        if not own.__module__.startswith(LIBRARIES) or has_hooks:
-            return False
-        for name in vars(module).keys() & set(dir(own)):
-            method = vars(module)[name]
-            is_of_library = str(getattr(method, "__module__", "")).startswith(LIBRARIES)
-            if callable(getattr(own, name)) and not is_of_library:
-                return False
-    return True
 
 
 def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Measured:

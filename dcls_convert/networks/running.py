@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
+from .library_code import is_library_code
 from .model_state import containers_of, copy_tensors_, image_dtype, refill_
 from .process_settings import full_precision, seeded, suppress_output
 from .wrappers import COMPILED
@@ -52,7 +53,7 @@ def running(
     """
     modes = {module: module.training for module in model.modules()}
     kept: list[_KeptParameter] = []
-    if not on_meta:
+    if not on_meta and not is_library_code(model):  # which changes no parameter in eval mode
         kept = _kept_parameters(model)
     needs_gradients: bool | None = None  # None until a run has succeeded
 
