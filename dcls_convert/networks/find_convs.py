@@ -256,7 +256,8 @@ def _try_trace(
     for some in dict.fromkeys((one_image(inputs, dims), inputs)):
         for on_meta in tries_on_meta:
             try:
-                return *_best_trace(model, some, on_meta=on_meta), None
+                traced, suitable = _best_trace(model, some, on_meta=on_meta)
+                return traced, suitable, None
             except Exception as error:  # any model code may run; the model can still be converted
                 problem = one_line(error)[:200]
     input_size = as_image_size(inputs, dims)

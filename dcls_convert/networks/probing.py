@@ -63,12 +63,13 @@ def tables_of(
 def _problem(table: DependenceTable, index: int) -> str | None:
     """Return what cannot be seen in a table of an input, and along which axes; None if all can."""
     axes = table.axes
+    lost = lost_axes(table)
     if not table.shapes():
         problem = "the shapes of outputs depend on the values"
     elif not _has_effects(table.columns):
         problem = "most changed cells change no output"
-    elif lost_axes(table):
-        axes = lost_axes(table)
+    elif lost:
+        axes = lost
         problem = "outputs do not move with the changed cells"
     else:
         return None
@@ -92,10 +93,12 @@ def run_probe(
 def fill_table(
     run: RunOutputs, arguments: Arguments, before: list[Tensor], index: int, axes: Sequence[int]
 ) -> DependenceTable:
-    """Change blocks, which double until half of them have an effect.
+    """Fill a table: the size of blocks doubles until half of them change an output.
 
-    x . x . x .     Only every second cell is read: a block of one cell may meet none,
-    [.]   [. x]     a block of two meets one.
+        x . x . x .     Only every second cell is read: a block of one cell may meet none,
+        [.]   [. x]     a block of two meets one.
+
+    If strides are found, more blocks meet all their phases.
     """
     shape = arguments.tensors()[index].shape
     sides = [shape[axis] for axis in axes]
