@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal
 
 from .errors import PlanError
 from .text import count_text
@@ -11,8 +11,11 @@ MAX_CELLS = 1 << 28  # in one layer's constructed kernels; 1 GiB in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
-# "same", "valid", DYNAMIC_SAME, or cells on either side of each axis.
-Padding = str | tuple[int, ...]
+# "same", "valid", DYNAMIC_SAME, or for each axis the cells on either side, or before and after it.
+Padding = str | tuple[int | Pair, ...]
+# How a window is larger than the old kernel along an axis: its new cells lie on both sides of the
+# kernel, before it, or behind it.
+Grow = Literal["both", "back", "ahead"]
 
 
 def plain_numbers(value: Any) -> Any:
@@ -47,12 +50,19 @@ def check_window(
     dilation: Sequence[int],
     window: Sequence[int],
     dense_axes: Sequence[int] = (),
+    grow: Sequence[Grow] = (),
 ) -> None:
     """Check that a window can replace an old kernel.
 
+    Args:
+        kernel_size, dilation: Of the old kernel.
+        window: The window.
+        dense_axes: Axes along which nothing is learnt.
+        grow: How the window grows along each axis; empty means to both sides.
+
     Raises:
-        PlanError: The window is smaller than the old extent, or one is odd and the other even, or
-            the window changes the size of a dense axis.
+        PlanError: The window is smaller than the old extent, or it changes the size of a dense
+            axis. Or it grows to both sides, and one of window and extent is odd, the other even.
     """
     if len(window) != len(kernel_size):
         raise PlanError(
@@ -63,7 +73,8 @@ def check_window(
         old_extent = extent(kernel, spacing)
         if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        if size >= old_extent and (size - old_extent) % 2 == 0:
+        is_one_sided = sides_of(grow, len(window))[axis] != "both"
+        if size >= old_extent and (is_one_sided or (size - old_extent) % 2 == 0):
             continue
         side_text = str(size)
         if len(window) > 1:
@@ -96,20 +107,54 @@ def check_cells(kernels: int, window: Sequence[int]) -> None:
         )
 
 
+def new_cells(window: int, old_extent: int, grow: Grow) -> Pair:
+    """Return how many cells of a window lie before and after the old kernel along an axis:
+
+    window 6, extent 4, both: . x x x x .     back: . . x x x x     ahead: x x x x . .
+    """
+    growth = window - old_extent
+    if grow == "back":
+        return growth, 0
+    if grow == "ahead":
+        return 0, growth
+    return growth // 2, growth - growth // 2
+
+
+def all_new_cells(
+    window: Sequence[int], extents: Sequence[int], grow: Sequence[Grow]
+) -> list[Pair]:
+    """Return the `new_cells` of each axis."""
+    sides = sides_of(grow, len(window))
+    return [new_cells(*axis) for axis in zip(window, extents, sides, strict=True)]
+
+
+def sides_of(grow: Sequence[Grow], dims: int) -> tuple[Grow, ...]:
+    """Return how a window grows along each axis; empty means to both sides along all."""
+    both: Grow = "both"
+    return tuple(grow) or (both,) * dims
+
+
 def grown_padding(
     padding: Padding,
     kernel_size: Sequence[int],
     dilation: Sequence[int],
     window: Sequence[int],
     stride: Sequence[int],
+    grow: Sequence[Grow] = (),
 ) -> Padding:
-    """Return the padding with which a window keeps the output size and the old kernel's centre.
+    """Return the padding with which a window keeps the output size and the old kernel's place.
 
-    The window must be one that `check_window` accepts.
+    If it grows to one side along an axis, the padding is the old one: the layer adds the window's
+    new cells to it. The window must be one that `check_window` accepts.
 
     Raises:
-        PlanError: Dynamic SAME padding of a kernel that is smaller than its stride.
+        PlanError: Dynamic SAME padding of a kernel that is smaller than its stride, or that grows
+            to one side.
     """
+    if not set(grow) <= {"both"}:
+        if padding == DYNAMIC_SAME:
+            raise PlanError("with dynamic SAME padding, a window can only grow to both sides")
+        return padding
     extents = list(map(extent, kernel_size, dilation))
     if padding == DYNAMIC_SAME:
         for kernel, old_extent, step in zip(kernel_size, extents, stride, strict=True):
@@ -121,10 +166,11 @@ def grown_padding(
     if padding in ("same", DYNAMIC_SAME):
         # Both rules put an odd cell at the end, so they also hold for the window.
         return str(padding)
-    old_cells = static_padding(padding, extents)
-    grown = []
-    for (cells, _), size, old_extent in zip(old_cells, window, extents, strict=True):
-        grown.append(cells + (size - old_extent) // 2)
+    grown: list[int | Pair] = []
+    for axis, (before, after) in enumerate(static_padding(padding, extents)):
+        growth = (window[axis] - extents[axis]) // 2
+        sides = (before + growth, after + growth)
+        grown.append(sides[0] if before == after else sides)
     return tuple(grown)
 
 
@@ -138,25 +184,60 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
         return [(0, 0)] * len(extents)
     if padding == "same":
         return [_halves(side - 1) for side in extents]
-    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
+    pairs = []
+    for cells in padding:
+        assert not isinstance(cells, str)
+        pairs.append((cells, cells) if isinstance(cells, int) else cells)
+    return pairs
 
 
-def keeps_centre(cells: int, old_extent: int, stride: int) -> bool:
+def is_uneven(padding: Padding) -> bool:
+    """True if a padding of numbers has other cells before an axis than after it."""
+    return not isinstance(padding, str) and not all(isinstance(cells, int) for cells in padding)
+
+
+def padding_with_new_cells(
+    padding: Sequence[Pair], new: Sequence[Pair], mode: str
+) -> tuple[list[Pair], list[Pair]]:
+    """Return the cells to pad as the padding mode says, and cells of zeros to add to them.
+
+    Reflect and circular padding on one side of a map read what lies behind it, such as later times.
+    So the new cells of a window that grows to one side are zeros there.
+
+    Args:
+        padding: The old kernel's, before and after each axis.
+        new: The window's new cells before and after each axis.
+        mode: The padding mode, as in `torch.nn.Conv2d`.
+    """
+    by_mode = []
+    zeros = []
+    for (before, after), (new_before, new_after) in zip(padding, new, strict=True):
+        if mode in ("reflect", "circular") and new_before != new_after:
+            by_mode.append((before, after))
+            zeros.append((new_before, new_after))
+        else:
+            by_mode.append((before + new_before, after + new_after))
+            zeros.append((0, 0))
+    return by_mode, zeros
+
+
+def keeps_centre(padding: Pair, old_extent: int, stride: int) -> bool:
     """True if this padding keeps each output over the middle of what the kernel sees.
 
-    `cells` are added on either side of an axis. Both sides together must have from
-    `old_extent - stride` to `old_extent - 1` cells; for an even kernel, they may have one cell less
-    or more.
+    The cells before and after an axis together must be from `old_extent - stride` to
+    `old_extent - 1`; for an even kernel, they may be one cell less or more. An odd cell is after.
 
     These paddings do not keep the centre: none (valid convolutions, patches, maps padded
     elsewhere), and `old_extent - 1` cells on either side (causal, if the tail is cut off).
     """
+    before, after = padding
+    cells = before + after
     if old_extent == 1:
         return cells == 0
-    if cells in (0, old_extent - 1):
+    if not 0 <= after - before <= 1 or cells == 0 or before == old_extent - 1:
         return False
     rounding = 1 - old_extent % 2  # an even kernel has no cell in its middle
-    return old_extent - stride - rounding <= 2 * cells <= old_extent - 1 + rounding
+    return old_extent - stride - rounding <= cells <= old_extent - 1 + rounding
 
 
 def padded_cells(
@@ -181,12 +262,13 @@ def _halves(cells: int) -> Pair:
     return before, cells - before
 
 
-def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:
+def grid_positions(kernel_size: int, dilation: int, window: int, grow: Grow = "both") -> list[int]:
     """Return the positions of the old kernel's cells along an axis: (3, 2, 7) -> [-2, 0, 2].
 
     They count from the window's centre.
     """
-    first = (window - extent(kernel_size, dilation)) // 2 - window // 2
+    before, _ = new_cells(window, extent(kernel_size, dilation), grow)
+    first = before - window // 2
     return [first + index * dilation for index in range(kernel_size)]
 
 

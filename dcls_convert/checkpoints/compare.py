@@ -38,7 +38,9 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
         shape = layer.position_shape[1:]
         if plan.folded:
             shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_size)
-        settings = settings_text(layer.dilated_size, layer.interpolation, layer.dense_axes)
+        settings = settings_text(
+            layer.dilated_size, layer.interpolation, layer.dense_axes, layer.grow
+        )
         is_dcls = isinstance(module, DclsConvNd)
         problem = None
         if module is None:

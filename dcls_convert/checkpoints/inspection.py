@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..geometry import Grow
 from ..layers import position_statistics as statistics
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
@@ -29,14 +30,16 @@ class PositionRow:
     layers: tuple[str, ...]
     kernel_count: int
     dilated_size: tuple[int, ...]
+    grow: tuple[Grow, ...]  # along each axis; empty if to both sides along all
     dense_axes: tuple[int, ...]
     interpolation: str
     kernels: int  # per layer; each cell along the dense axes counts as a kernel of its own
     elements: int  # per layer
     border_share: float
     overlap_share: float
+    # From the window's centre or, where it grows to one side, from the old kernel's:
     spread: tuple[float, ...]  # root mean square along each learnt axis
-    mean_distance: float  # from the kernel centre
+    mean_distance: float
     mean_sigma: float | None
     mean_move: float | None = None  # distance from the start; None if no start was given
     largest_move: float | None = None
@@ -156,20 +159,23 @@ def _row(
         moves = positions.double() - start[name].double()  # (A, O, I, *dense, E)
         mean_move = statistics.mean_distance(moves)
         largest_move = float(moves.norm(dim=0).max())
+    centre = positions.new_tensor(first.old_centre)
+    from_centre = positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
     return PositionRow(
         name=first.group_name,
         tied=len(layers) > 1,
         layers=tuple(layer.name for layer in layers),
         kernel_count=first.kernel_count,
         dilated_size=first.dilated_size,
+        grow=first.grow,
         dense_axes=first.dense_axes,
         interpolation=first.interpolation,
         kernels=math.prod(positions.shape[1:-1]),
         elements=math.prod(positions.shape[1:]),
-        border_share=statistics.border_share(positions, first.learnt_size),
+        border_share=statistics.border_share(positions, first.learnt_size, first.learnt_sides),
         overlap_share=statistics.overlap_share(positions),
-        spread=statistics.rms_per_axis(positions),
-        mean_distance=statistics.mean_distance(positions),
+        spread=statistics.rms_per_axis(from_centre),
+        mean_distance=statistics.mean_distance(from_centre),
         mean_sigma=mean_sigma,
         mean_move=mean_move,
         largest_move=largest_move,

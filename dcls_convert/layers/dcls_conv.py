@@ -14,11 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..geometry import DYNAMIC_SAME, check_window, grown_padding
+from ..geometry import (
+    DYNAMIC_SAME,
+    Grow,
+    check_window,
+    extent,
+    grown_padding,
+    is_uneven,
+    static_padding,
+)
 from .carry_over import carry_over_, compute_parameter_
 from .conv_classes import Conv, padding_of, traits_of, why_not_replaceable
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
+from .padded_conv import padded_conv
 
 
 @functools.cache
@@ -44,6 +53,9 @@ class DclsConvNd(DclsLayer):
             dtype: As in `torch.nn.Conv2d`; `dilation` spaces the cells of the dilated kernel itself
             and is 1 in practice. `padding="dynamic_same"` is TensorFlow's SAME padding, which
             depends on the input's size (2-D only).
+        grow: "back" if the window lies before the output's own cell along an axis, as in a causal
+            network, "ahead" if it lies behind it: the layer adds these cells to `padding`. For one
+            axis or all. With "both", the padding is all there is, as in `torch.nn.Conv2d`.
         kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
         dilated_kernel_size: Window in which elements may move, in cells.
         interpolation: How an element spreads over the cells: one of `options.INTERPOLATION_NAMES`.
@@ -66,18 +78,23 @@ class DclsConvNd(DclsLayer):
         dilated_kernel_size: IntOrTuple,
         interpolation: str = "bilinear",
         dense_axes: Sequence[int] = (),
+        grow: Grow | Sequence[Grow] = "both",
     ) -> Self:
         """Make the DCLS layer that replaces `conv`.
 
         It has the same stride, groups, bias, padding mode, dtype, device, hooks and output size.
+        If the window grows "back" or "ahead" along an axis, all its new cells lie before or behind
+        the old kernel, and the layer adds them to the padding of `conv`. `padding` and
+        `kernel_size` (of a dilated kernel, its extent) are then those of `conv`, for code that
+        pads or cuts the map by them.
         Its elements are the `kernel_count` cells of the old kernel with the largest weights, at
         their old positions. With an element for every cell, a layer with bilinear interpolation
         computes the same function. The bias is the same parameter.
 
         Raises:
-            ValueError: The window does not fit the old kernel: it is smaller, or one is odd and the
-                other even, which would change the output. Or the convolution cannot be replaced
-                without loss. The message gives the reason.
+            ValueError: The window does not fit the old kernel: it is smaller, or it grows to both
+                sides and one is odd and the other even, which would change the output. Or the
+                convolution cannot be replaced without loss. The message gives the reason.
         """
         reason = why_not_replaceable(conv)
         if reason is None and not isinstance(conv, cls.conv_class):
@@ -85,9 +102,8 @@ class DclsConvNd(DclsLayer):
         if reason is not None:
             raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
         layer = cls.from_conv_without_values(
-            conv, kernel_count, dilated_kernel_size, interpolation, dense_axes
+            conv, kernel_count, dilated_kernel_size, interpolation, dense_axes, grow
         )
-        check_window(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, layer.dense_axes)
         kernel = conv.weight.detach()
         weights, positions = largest_elements(
             [kernel],
@@ -96,6 +112,7 @@ class DclsConvNd(DclsLayer):
             dilation=conv.dilation,
             size=layer.dilated_kernel_size,
             dense_axes=layer.dense_axes,
+            grow=layer.grow,
         )
         with torch.no_grad():
             layer.weight.copy_(weights[0])
@@ -111,11 +128,12 @@ class DclsConvNd(DclsLayer):
         dilated_kernel_size: IntOrTuple,
         interpolation: str,
         dense_axes: Sequence[int],
+        grow: Grow | Sequence[Grow] = "both",
     ) -> Self:
         """Make the layer that replaces `conv`, with uninitialised weights and positions.
 
-        Sigma has its initial value. The caller must have checked that the window fits. See
-        `from_conv` for what the layer keeps of `conv`.
+        Sigma has its initial value. See `from_conv` for what the layer keeps of `conv`, and for
+        errors.
         """
         layer = cls(
             conv.in_channels,
@@ -123,6 +141,7 @@ class DclsConvNd(DclsLayer):
             kernel_count=kernel_count,
             dilated_kernel_size=dilated_kernel_size,
             stride=conv.stride,
+            grow=grow,
             groups=conv.groups,
             bias=False,
             padding_mode=conv.padding_mode,
@@ -131,13 +150,13 @@ class DclsConvNd(DclsLayer):
             device="meta",  # so that initialisation draws no random numbers
             dtype=conv.weight.dtype,
         )
+        window = layer.dilated_kernel_size
+        check_window(conv.kernel_size, conv.dilation, window, layer.dense_axes, layer.grow)
         layer.padding = grown_padding(
-            padding_of(conv),
-            conv.kernel_size,
-            conv.dilation,
-            layer.dilated_kernel_size,
-            conv.stride,
+            padding_of(conv), conv.kernel_size, conv.dilation, window, conv.stride, layer.grow
         )
+        if layer.grow:
+            layer.kernel_size = tuple(map(extent, conv.kernel_size, conv.dilation))
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
@@ -156,6 +175,7 @@ class DclsConvNd(DclsLayer):
         `timm.utils.reparameterize_model` calls this method. On the CPU, a plain depthwise
         convolution with a wide window is slow for contiguous maps. There,
         `model.to(memory_format=torch.channels_last)` helps, with images in the same format.
+        If the window grows to one side, it is a subclass that pads by itself.
         """
         # Pruning, weight norm and spectral norm recompute the weight in forward pre-hooks. Run them
         # now, or the kernel would be constructed from a stale weight.
@@ -165,7 +185,8 @@ class DclsConvNd(DclsLayer):
 
     def plain_conv_without_values(self) -> Conv:
         """Make the convolution that `fuse` returns, but with an uninitialised kernel."""
-        return self._plain_conv(self.weight.new_empty(*self.weight.shape[:2], *self.kernel_size))
+        shape = (*self.weight.shape[:2], *self.dilated_kernel_size)
+        return self._plain_conv(self.weight.new_empty(shape))
 
     def _plain_conv(self, kernel: Tensor) -> Conv:
         """Make the plain convolution with this kernel, and with everything else of the layer."""
@@ -176,16 +197,28 @@ class DclsConvNd(DclsLayer):
             from timm.layers.conv2d_same import Conv2dSame
 
             make = Conv2dSame  # pads by itself, with zeros
+        elif self.grow or is_uneven(self.padding):
+            extents = list(map(extent, self.kernel_size, self.on_every_axis(self.dilation)))
+            make = functools.partial(
+                padded_conv,
+                self.conv_class,
+                padding=static_padding(self.padding, extents),
+                new=self.new_cells,
+                padding_mode=self.padding_mode,
+            )
         conv = make(
             self.in_channels,
             self.out_channels,
-            self.kernel_size,
+            self.dilated_kernel_size,
             stride=self.stride,
             dilation=self.dilation,
             groups=self.groups,
             bias=False,
             device="meta",  # so that initialisation draws no random numbers
         )
+        if self.grow:  # other code may read these
+            conv.kernel_size = self.kernel_size
+            conv.padding = self.padding  # type: ignore[assignment]
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         old_bias: Tensor | None = self.bias
         bias = old_bias

@@ -17,28 +17,33 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..depthwise.eager import is_counting_flops, is_eager, is_exporting
 from ..geometry import (
     DYNAMIC_SAME,
+    Grow,
     Padding,
+    Pair,
+    all_new_cells,
     along_learnt_axes,
     extent,
+    is_uneven,
     learnt_axes,
     padded_cells,
     plain_numbers,
     position_limits,
+    sides_of,
 )
 from .bilinear_plain import per_axis
 from .construction import construct_unchecked
 from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
+from .padding import pad
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
 from .ways import Ways, key_of, prepare_way
@@ -74,6 +79,7 @@ class DclsLayer(CheckedLayer):
         dilated_kernel_size: IntOrTuple,
         stride: IntOrTuple = 1,
         padding: str | IntOrTuple = 0,
+        grow: Grow | Sequence[Grow] = "both",
         dilation: IntOrTuple = 1,
         groups: int = 1,
         bias: bool = True,
@@ -94,16 +100,21 @@ class DclsLayer(CheckedLayer):
         self.stride = self._one_per_axis("stride", stride, minimum=1)
         self.dilation = self._one_per_axis("dilation", dilation, minimum=1)
         self.padding_mode = padding_mode
-        # The whole padding of the input, as in `torch.nn.Conv2d`, or `geometry.DYNAMIC_SAME`.
+        # As in `torch.nn.Conv2d`, or another `geometry.Padding`. It is the whole padding of the
+        # input, unless the window grows to one side: then, new cells are added to it.
+        self.padding: Padding
         if isinstance(padding, str):
-            self.padding: Padding = padding
+            self.padding = padding
         else:
             self.padding = self._one_per_axis("padding", padding, minimum=0)
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
-        # The size of the constructed kernel, under the name that convolutions use.
+        # How the window grows along each axis; empty if to both sides along all.
+        self.grow: tuple[Grow, ...] = ()
+        # For code that reads it: the window without the new cells that the layer pads by itself.
         self.kernel_size = self.dilated_kernel_size
+        self._set_grow(grow)
         self.traits = PLAIN
         self._ways = Ways()
         self._check_arguments()
@@ -136,6 +147,28 @@ class DclsLayer(CheckedLayer):
         if find_interpolation(self.interpolation).has_sigma:
             self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
+    def _set_grow(self, grow: Grow | Sequence[Grow]) -> None:
+        """Set how the window grows, from one cell; `from_conv` knows the kernel."""
+        axes = [grow] * self.dims if isinstance(grow, str) else grow
+        sides = sides_of(axes, self.dims)
+        if len(sides) != self.dims or not set(sides) <= set(get_args(Grow)):
+            raise ValueError(
+                f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
+            )
+        if set(sides) != {"both"}:
+            self.grow = sides
+            self.kernel_size = self.on_every_axis(1)
+
+    @property
+    def new_cells(self) -> list[Pair]:
+        """The cells before and after each axis that the layer adds to its `padding`."""
+        sides = all_new_cells(self.dilated_kernel_size, self.kernel_size, self.grow)
+        spacings = self.on_every_axis(self.dilation)
+        return [
+            (before * spacing, after * spacing)
+            for (before, after), spacing in zip(sides, spacings, strict=True)
+        ]
+
     def on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
         """Return a number for each axis; what is set after construction may be one for all."""
         if isinstance(value, Sequence):
@@ -161,8 +194,8 @@ class DclsLayer(CheckedLayer):
             raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
         padding: Any = self.padding
         if padding == DYNAMIC_SAME:
-            if self.dims != 2 or self.padding_mode != "zeros":
-                raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
+            if self.dims != 2 or self.padding_mode != "zeros" or self.grow:
+                raise ValueError(f"padding={self.padding!r} is for 2-D with zeros, without grow")
             padding = 0
         # torch's convolution refuses all other arguments that are not allowed.
         self.conv_class(
@@ -228,8 +261,13 @@ class DclsLayer(CheckedLayer):
             call = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
             return cast(Tensor, call)
         padding = self.padding
-        # torch's convolution functions support neither these modes nor this padding.
-        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME:
+        # torch's convolution functions support neither these modes nor such padding.
+        if (
+            self.padding_mode != "zeros"
+            or padding == DYNAMIC_SAME
+            or self.grow
+            or is_uneven(padding)
+        ):
             input = self.pad_input(input)
             padding = self.on_every_axis(0)
         if self.dims == 2:
@@ -283,18 +321,13 @@ class DclsLayer(CheckedLayer):
         extents = list(map(extent, self.kernel_size, self.on_every_axis(self.dilation)))
         stride = self.on_every_axis(self.stride)
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
-        widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
-        for before_and_after in reversed(sides):
-            widths += before_and_after
-        mode = self.padding_mode
-        if mode == "zeros":
-            mode = "constant"
-        return F.pad(input, widths, mode=mode)
+        return pad(input, sides, self.new_cells, self.padding_mode)
 
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""
         defaults = {
             "padding": self.on_every_axis(0),
+            "grow": (),
             "dilation": self.on_every_axis(1),
             "groups": 1,
             "padding_mode": "zeros",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..depthwise.devices import in_double
-from ..geometry import grid_positions, learnt_axes, position_limits
+from ..geometry import Grow, Pair, grid_positions, learnt_axes, sides_of
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 
@@ -30,6 +30,7 @@ def largest_elements(
     dilation: Sequence[int],
     size: Sequence[int],
     dense_axes: Sequence[int] = (),
+    grow: Sequence[Grow] = (),
     effective: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the cells with the most energy, over all layers of a tie group, as elements.
@@ -58,8 +59,9 @@ def largest_elements(
     for values_of_layer in values:
         weights.append(F.pad(values_of_layer.gather(-1, chosen), filling))
     grids: list[Sequence[float]] = []  # positions of the old cells along each learnt axis
+    sides = sides_of(grow, len(size))
     for axis in axes:
-        grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis]))
+        grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis], sides[axis]))
     grid = list(itertools.product(*grids))
     positions_of_cells = torch.tensor(grid, dtype=values.dtype, device=values.device)  # (K, A)
     positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, C)
@@ -85,25 +87,26 @@ def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) ->
 
 def random_positions(
     weight: Tensor,
-    size: Sequence[int],
-    dense_axes: Sequence[int],
+    limits: Sequence[Pair],
     generator: torch.Generator,
     *,
-    uniform: bool,
+    centre: Sequence[float] | None = None,
 ) -> Tensor:
-    """Draw positions (A, *weight.shape) inside a box of this size.
+    """Draw positions (A, *weight.shape).
 
-    They are uniform over the box, or from N(0, 0.5 cells) as in the paper.
+    Args:
+        weight: The weights of the elements.
+        limits: The least and the greatest position along each learnt axis.
+        generator: The source of randomness.
+        centre: Draw from N(centre, 0.5 cells), as in the paper; without it, uniformly.
     """
-    axes = learnt_axes(len(size), dense_axes)
     if weight.is_meta:
-        return torch.empty(len(axes), *weight.shape, device="meta")
+        return torch.empty(len(limits), *weight.shape, device="meta")
     # In float32 on the CPU, so that a seed gives the same positions for every dtype and device.
-    drawn = torch.empty(len(axes), *weight.shape, device="cpu")
-    for index, axis in enumerate(axes):
-        low, high = position_limits(size[axis])
-        if uniform:
-            drawn[index].uniform_(low, high, generator=generator)
+    drawn = torch.empty(len(limits), *weight.shape, device="cpu")
+    for axis, (low, high) in enumerate(limits):
+        if centre is None:
+            drawn[axis].uniform_(low, high, generator=generator)
         else:
-            drawn[index].normal_(0.0, POSITION_STD, generator=generator).clamp_(low, high)
+            drawn[axis].normal_(centre[axis], POSITION_STD, generator=generator).clamp_(low, high)
     return drawn

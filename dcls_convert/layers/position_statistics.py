@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..depthwise.devices import in_double
-from ..geometry import position_limits
+from ..geometry import Grow, position_limits, sides_of
 
 # Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5
@@ -21,17 +21,21 @@ OVERLAP_DISTANCE = 0.5
 MAX_DISTANCES = 1 << 22  # at once, or those of one kernel: 16 MiB per axis in float32
 
 
-def border_share(positions: Tensor, size: Sequence[int]) -> float:
+def border_share(positions: Tensor, size: Sequence[int], grow: Sequence[Grow] = ()) -> float:
     """Return the share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond it.
 
-    `size` is the window along the learnt axes.
+    At the limits that a larger window would move: where it grows to one side, the other end is the
+    old kernel's. `size` and `grow` (empty: to both sides) are along the learnt axes.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
-    for coordinate, side in zip(_at_least_float32(positions), size, strict=True):
-        if side > 1:  # along an axis of one cell, nothing can move
-            low, high = position_limits(side)
-            at_border |= coordinate <= low + BORDER_MARGIN
-            at_border |= coordinate >= high - BORDER_MARGIN
+    sides = sides_of(grow, len(size))
+    for coordinate, cells, side in zip(_at_least_float32(positions), size, sides, strict=True):
+        if cells > 1:  # along an axis of one cell, nothing can move
+            low, high = position_limits(cells)
+            if side != "ahead":
+                at_border |= coordinate <= low + BORDER_MARGIN
+            if side != "back":
+                at_border |= coordinate >= high - BORDER_MARGIN
     return int(at_border.sum()) / max(at_border.numel(), 1)
 
 
@@ -52,14 +56,14 @@ def overlap_share(positions: Tensor) -> float:
 def rms_per_axis(positions: Tensor) -> tuple[float, ...]:
     """Return the root mean square of positions (A, *C, E) along each learnt axis, in cells.
 
-    It is the standard deviation about the kernel centre, not about the mean.
+    It is the standard deviation about the centre, not about the mean.
     """
     mean_squares = [in_double(axis).square().mean() for axis in positions.detach()]
     return tuple(float(mean_square.sqrt()) for mean_square in mean_squares)
 
 
 def mean_distance(positions: Tensor) -> float:
-    """Return the mean distance (Euclidean, cells) of elements (A, *C, E) from the kernel centre."""
+    """Return the mean distance (Euclidean, cells) of elements (A, *C, E) from the centre."""
     distances = torch.linalg.vector_norm(_at_least_float32(positions), dim=0)
     return float(in_double(distances).mean())
 

@@ -68,14 +68,18 @@ def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> 
     dtype = table.computed_dtype(input, weight, bias)
     dilation = layer.on_every_axis(layer.dilation)
     if isinstance(padding, str):  # "same" or "valid"
-        sides = static_padding(padding, list(map(extent, layer.kernel_size, dilation)))
+        sides = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
         if all(before == after for before, after in sides):
             padding = tuple(before for before, _ in sides)
     case = table.Case(
         device=input.device,
         dtype=dtype or input.dtype,
         input_shape=tuple(input.shape),
-        kernel_shape=(layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size),
+        kernel_shape=(
+            layer.out_channels,
+            layer.in_channels // layer.groups,
+            *layer.dilated_kernel_size,
+        ),
         stride=cast(Pair, layer.on_every_axis(layer.stride)),
         padding=cast(Any, padding),
         dilation=cast(Pair, dilation),

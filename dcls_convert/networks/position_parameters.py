@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import check_argument
-from ..geometry import along_learnt_axes
+from ..geometry import Grow, along_learnt_axes, sides_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 
@@ -33,6 +33,13 @@ class PositionParameter:
         """Cells of the window along the learnt axes."""
         first = next(iter(self.layers.values()))
         return along_learnt_axes(first.dilated_kernel_size, first.dense_axes)
+
+    @property
+    def learnt_sides(self) -> list[Grow]:
+        """How the window grows along each learnt axis."""
+        first = next(iter(self.layers.values()))
+        sides = sides_of(first.grow, first.dims)
+        return [sides[axis] for axis in first.learnt_axes]
 
 
 def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:

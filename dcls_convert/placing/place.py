@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..geometry import all_new_cells
 from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..networks.position_parameters import exclude_from_weight_decay_
@@ -56,10 +57,11 @@ class LayerGroup:
             return {}
         first = self.layer_plans[0]
         old_cells = []  # where the old kernel's cells lie in the window, along each axis
-        for extent, size, spacing in zip(
-            first.extents, first.dilated_size, first.dilation, strict=True
+        new = all_new_cells(first.dilated_size, first.extents, first.sides)
+        for (before, after), size, spacing in zip(
+            new, first.dilated_size, first.dilation, strict=True
         ):
-            old_cells.append(slice((size - extent) // 2, (size + extent) // 2, spacing))
+            old_cells.append(slice(before, size - after, spacing))
         errors = {}
         for plan, old, layer in zip(self.layer_plans, old_kernels, self.layers, strict=True):
             difference = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
@@ -93,7 +95,12 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
 def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
     layer_class = DCLS_LAYERS[len(plan.dilated_size)]
     return layer_class.from_conv_without_values(
-        conv, plan.kernel_count, plan.dilated_size, plan.interpolation, plan.dense_axes
+        conv,
+        plan.kernel_count,
+        plan.dilated_size,
+        plan.interpolation,
+        plan.dense_axes,
+        plan.grow,
     )
 
 

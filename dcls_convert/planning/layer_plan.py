@@ -8,7 +8,18 @@ from typing import Annotated
 from pydantic import Field
 
 from ..errors import PlanError
-from ..geometry import along_learnt_axes, check_cells, check_window, extent
+from ..geometry import (
+    Grow,
+    Pair,
+    along_learnt_axes,
+    check_cells,
+    check_window,
+    extent,
+    grid_positions,
+    learnt_axes,
+    position_limits,
+    sides_of,
+)
 from ..layers.interpolation import find_interpolation
 from ..layers.ties import POSITION_PARAMETERS
 from ..networks.sites import OldConv
@@ -27,6 +38,8 @@ class LayerPlan(OldConv):
     count_is_stated: bool
     tie_group: str | None  # None if its positions are its own
     rule: str  # label of the rule that claimed it
+    # How the window grows along each axis ("both" where it does not); empty if all are "both".
+    grow: tuple[Grow, ...] = ()
 
     # The fields below are not in the plan's JSON. A plan sets the first two of its layers.
 
@@ -88,22 +101,72 @@ class LayerPlan(OldConv):
         return math.prod(along_learnt_axes(self.kernel_size, self.dense_axes))
 
     @property
-    def useful_size(self) -> tuple[int, ...]:
-        """Cells of the window that lie on the input map for at least one output, on each axis.
+    def sides(self) -> tuple[Grow, ...]:
+        """How the window grows, along each axis."""
+        return sides_of(self.grow, self.dims)
 
-        These are at most 2 * map - 1. If the size of the map is not known, all cells count.
+    @property
+    def old_limits(self) -> list[Pair]:
+        """Positions of the old kernel's first and last cell, along each learnt axis."""
+        limits = []
+        for axis in self.learnt_axes:
+            grid = grid_positions(
+                self.kernel_size[axis],
+                self.dilation[axis],
+                self.dilated_size[axis],
+                self.sides[axis],
+            )
+            limits.append((grid[0], grid[-1]))
+        return limits
+
+    @property
+    def old_centre(self) -> tuple[float, ...]:
+        """Position around which elements start, along each learnt axis: in the old kernel's middle.
+
+        In a window that grows to both sides, this is its own centre, 0.
         """
-        if self.input_extent is None:
-            return self.dilated_size
-        sides = []
-        for side, map_side in zip(self.dilated_size, self.input_extent, strict=True):
-            sides.append(min(side, 2 * map_side - 1))
-        return tuple(sides)
+        centre = []
+        for axis, (first, last) in zip(self.learnt_axes, self.old_limits, strict=True):
+            is_central = self.sides[axis] == "both"
+            centre.append(0.0 if is_central else (first + last) / 2)
+        return tuple(centre)
+
+    @property
+    def useful_limits(self) -> list[Pair]:
+        """Positions between which cells lie on the input map for some output, by learnt axis.
+
+        On a map of M cells, these are at most 2 * M - 1; in a window that grows to one side, M, or
+        the old kernel's. If the size of the map is not known, all cells count.
+        """
+        limits = []
+        for axis in self.learnt_axes:
+            low, high = position_limits(self.dilated_size[axis])
+            if self.input_extent is not None:
+                map_side = self.input_extent[axis]
+                one_sided = max(map_side, self.extents[axis])
+                if self.sides[axis] == "back":
+                    low = max(low, high - one_sided + 1)
+                elif self.sides[axis] == "ahead":
+                    high = min(high, low + one_sided - 1)
+                else:
+                    low, high = position_limits(min(self.dilated_size[axis], 2 * map_side - 1))
+            limits.append((low, high))
+        return limits
 
     @property
     def exceeds_map(self) -> bool:
         """Whether the window has cells that never lie on the input map."""
-        return self.useful_size != self.dilated_size
+        return self.useful_limits != list(map(position_limits, self.learnt_size))
+
+    @property
+    def learnt_axes(self) -> tuple[int, ...]:
+        """The axes along which elements have a position."""
+        return learnt_axes(self.dims, self.dense_axes)
+
+    @property
+    def learnt_sides(self) -> list[Grow]:
+        """How the window grows along each learnt axis."""
+        return [self.sides[axis] for axis in self.learnt_axes]
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
@@ -184,6 +247,15 @@ def position_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     return list(groups.values())
 
 
+def useful_limits(layers: Sequence[LayerPlan]) -> list[Pair]:
+    """Return the positions that are useful (`LayerPlan.useful_limits`) in all layers of a group."""
+    common = []
+    for limits in zip(*(layer.useful_limits for layer in layers), strict=True):  # by axis
+        lows, highs = zip(*limits, strict=True)
+        common.append((max(lows), min(highs)))
+    return common
+
+
 def check_layer(layer: LayerPlan) -> None:
     """Raise PlanError, with the layer's name, for values that no layer can have."""
     try:
@@ -206,7 +278,11 @@ def _check_values(layer: LayerPlan) -> None:
             f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, "
             "or leave none to be learnt"
         )
-    check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
+    if len(layer.sides) != dims:
+        raise PlanError(f"grow states {len(layer.grow)} axes of a {dims}-D kernel")
+    check_window(
+        layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes, layer.grow
+    )
     check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
     if not 1 <= layer.kernel_count <= layer.cells:
         raise PlanError(

@@ -27,6 +27,7 @@ def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
             draft.position_shape,
             draft.dilated_size,
             draft.dense_axes,
+            draft.grow,
             draft.interpolation,
             draft.kernel_size,
             draft.dilation,

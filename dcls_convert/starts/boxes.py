@@ -13,7 +13,15 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..geometry import along_learnt_axes, extent, grid_positions, learnt_axes
+from ..geometry import (
+    Grow,
+    along_learnt_axes,
+    extent,
+    grid_positions,
+    learnt_axes,
+    new_cells,
+    sides_of,
+)
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation
 from ..planning.layer_plan import LayerPlan
@@ -30,22 +38,23 @@ class _BoxAxis(NamedTuple):
     highest: int
 
 
-def _box_axis(kernel_size: int, dilation: int, size: int, wanted_margin: int) -> _BoxAxis:
+def _box_axis(
+    kernel_size: int, dilation: int, size: int, grow: Grow, wanted_margin: int
+) -> _BoxAxis:
     """Return an axis of a box with `wanted_margin` cells on either side, or as many as there are.
 
     An element inside a whole margin would spread beyond the box, so elements are fitted outside of
     it. A smaller margin ends at the window's border, where elements are cut off in any case.
     """
     old_extent = extent(kernel_size, dilation)
-    margin = min(wanted_margin, (size - old_extent) // 2)
-    side = old_extent + 2 * margin
-    kept_free = margin if margin == wanted_margin else 0
+    before, after = [min(wanted_margin, room) for room in new_cells(size, old_extent, grow)]
+    side = before + old_extent + after
     return _BoxAxis(
         side=side,
-        old_cells=slice(margin, margin + old_extent, dilation),
-        origin=grid_positions(kernel_size, dilation, size)[0] - margin,
-        lowest=kept_free,
-        highest=side - 1 - kept_free,
+        old_cells=slice(before, before + old_extent, dilation),
+        origin=grid_positions(kernel_size, dilation, size, grow)[0] - before,
+        lowest=before if before == wanted_margin else 0,
+        highest=side - 1 - (after if after == wanted_margin else 0),
     )
 
 
@@ -63,15 +72,19 @@ class Box:
         size: Sequence[int],
         interpolation: str,
         dense_axes: Sequence[int] = (),
+        grow: Sequence[Grow] = (),
     ) -> None:
         self.dilation = dilation
+        self.grow = sides_of(grow, len(size))
         self.size = size
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
         self.kernel_size = along_learnt_axes(kernel_size, dense_axes)
         self.method = find_interpolation(interpolation)
         margin = self.method.support - 1
-        axes = [_box_axis(kernel_size[i], dilation[i], size[i], margin) for i in self.axes]
+        axes = []
+        for i in self.axes:
+            axes.append(_box_axis(kernel_size[i], dilation[i], size[i], self.grow[i], margin))
         self.old_cells = tuple(axis.old_cells for axis in axes)
         self.sides = tuple(axis.side for axis in axes)
         self.origin = tuple(axis.origin for axis in axes)
@@ -87,6 +100,7 @@ class Box:
             layer.dilated_size,
             layer.interpolation,
             layer.dense_axes,
+            layer.grow,
         )
 
     def largest_cells(
@@ -113,6 +127,7 @@ class Box:
             dilation=self.dilation,
             size=self.size,
             dense_axes=self.dense_axes,
+            grow=self.grow,
             effective=effective,
         )
 

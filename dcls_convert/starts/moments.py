@@ -46,7 +46,8 @@ class InputMoments:
     def __init__(self, layer: DclsConvNd, box: Box, *, joint: bool) -> None:
         self.layer = layer
         self.box = box
-        lines = layer.in_channels * math.prod(layer.kernel_size[axis] for axis in layer.dense_axes)
+        dense_sides = [layer.dilated_kernel_size[axis] for axis in layer.dense_axes]
+        lines = layer.in_channels * math.prod(dense_sides)
         self.line_groups = layer.groups if joint else lines
         self.patch_length = lines * math.prod(box.sides) // self.line_groups  # R * S
         self.sample_count = 0
@@ -84,12 +85,13 @@ class InputMoments:
         """
         layer = self.layer
         dims = layer.dims
+        window = layer.dilated_kernel_size
         patches = images  # (N, channels, *padded map)
         for axis in range(dims):  # -> (N, channels, *places, *window)
-            patches = patches.unfold(2 + axis, layer.kernel_size[axis], layer.stride[axis])
+            patches = patches.unfold(2 + axis, window[axis], layer.stride[axis])
         # -> (N, channels, *places, *patch)
         for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
-            patches = patches.narrow(2 + dims + axis, first + layer.kernel_size[axis] // 2, side)
+            patches = patches.narrow(2 + dims + axis, first + window[axis] // 2, side)
         places = math.prod(patches.shape[2 : 2 + dims])
         nth = max(1, round((places / SAMPLES_PER_IMAGE) ** (1 / dims)))
         for axis in range(2, 2 + dims):  # keep every n-th place

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..geometry import position_limits
 from ..layers.elements import Elements, first_cells, random_positions
 from ..networks.output_scale import has_norms, output_power
 from ..options import Init, Positions
 from ..placing.place import LayerGroup
+from ..planning.layer_plan import useful_limits
 from ..progress import Notify
 from .boxes import Box
 from .calibrate import CalibrationStatistics
@@ -49,17 +51,15 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
     weights = []
     for conv in group.convs:
         weights.append(first_cells(conv.weight.detach(), plan.kernel_count, plan.dense_axes))
-    size = plan.dilated_size
-    if positions == "kernel":
-        size = plan.extents
-    elif positions == "uniform":
-        sides = zip(*(layer.useful_size for layer in group.layer_plans), strict=True)  # by axis
-        size = tuple(map(min, sides))
-    uniform = positions != "normal"
-    drawn_positions = random_positions(
-        weights[0], size, plan.dense_axes, generator, uniform=uniform
-    )
-    _fill_(group, (weights, drawn_positions))
+    limits = list(map(position_limits, plan.learnt_size))
+    centre = None
+    if positions == "normal":
+        centre = plan.old_centre
+    elif positions == "kernel":
+        limits = plan.old_limits
+    else:
+        limits = useful_limits(group.layer_plans)
+    _fill_(group, (weights, random_positions(weights[0], limits, generator, centre=centre)))
 
 
 def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:

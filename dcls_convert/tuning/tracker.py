@@ -126,7 +126,7 @@ class PositionTracker:
                 positions = positions.full_tensor()
             rows[name] = TrackedPositions(
                 speed=self._speed(name, positions, step),
-                border_share=border_share(positions, parameter.learnt_size),
+                border_share=border_share(positions, parameter.learnt_size, parameter.learnt_sides),
                 spread=_finite(in_double(positions).square().mean().sqrt()),
                 lr_ratio=_lr_ratio(parameter, rate_of),
             )

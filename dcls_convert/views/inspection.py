@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.inspection import Inspection
+from ..checkpoints.inspection import Inspection, PositionRow
 from ..conversion.provenance import provenance_lines
 from ..geometry import size_text
 from ..tables import Column, Table, indented, title
@@ -25,6 +25,11 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         "Spread: root mean square of the coordinates along each axis. Distance: mean distance. "
         "Both from the kernel's centre, in cells.",
     ]
+    if any(row.grow for row in rows):
+        lines.append(
+            "Windows that grow to one side: the kernel is the old one, at the window's end, and "
+            "Border counts the other end."
+        )
     if any(row.mean_sigma is not None for row in rows):
         lines.append("Sigma: mean width of the elements, in cells.")
     largest_moves = [row.largest_move for row in rows if row.largest_move is not None]
@@ -39,6 +44,11 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         parts += [Text(), Text(" Conversion:", style="bold")]
         parts += map(indented, provenance_lines(inspection.provenance))
     return Group(*parts)
+
+
+def _sides(row: PositionRow) -> str:
+    """Return the sides to which a window grows, as " back" or " back, both"."""
+    return "" if not row.grow else f" {', '.join(row.grow)}"
 
 
 def _table(inspection: Inspection) -> Table:
@@ -61,7 +71,7 @@ def _table(inspection: Inspection) -> Table:
         table.add(
             row.name,
             str(len(row.layers)),
-            f"{row.kernel_count} in {size_text(row.dilated_size)}",
+            f"{row.kernel_count} in {size_text(row.dilated_size)}{_sides(row)}",
             f"{100 * row.border_share:.1f} %",
             f"{100 * row.overlap_share:.1f} %",
             " ".join(f"{side:.2f}" for side in row.spread),

@@ -160,10 +160,11 @@ def _draw_positions(axes: "Axes", layers: Sequence[LayerPlan], positions: Tensor
     )
     axes.set(aspect="equal", ylim=(bottom, top))
     axes.locator_params(nbins=5, integer=True, min_n_ticks=1)
-    for old_size in dict.fromkeys(layer.learnt_extents for layer in layers):
-        height, width = _rows_and_columns(old_size)
-        corner = ((left + right - width) / 2, (top + bottom - height) / 2)
-        axes.add_patch(Rectangle(corner, width, height, fill=False, ec="C1", ls="--"))
+    for old_limits in dict.fromkeys(tuple(layer.old_limits) for layer in layers):
+        (top, bottom), (left, right) = ((0, 0), *old_limits)[-2:]
+        corner = (left - 0.5, top - 0.5)
+        size = (right - left + 1, bottom - top + 1)
+        axes.add_patch(Rectangle(corner, *size, fill=False, ec="C1", ls="--"))
 
 
 def _rows_and_columns(size: Sequence[int]) -> tuple[int, int]:

@@ -1,0 +1,87 @@
+"""Plain convolutions that pad their input by themselves, unevenly.
+
+Layers whose windows grow to one side fold into them. Symmetric padding would need a larger kernel,
+with zeros on the other side, which training would fill.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..geometry import Pair, padding_with_new_cells
+from .conv_classes import CONV_CLASSES, Conv
+from .padding import torch_mode, widths_of
+
+
+class _Padded:
+    """What the classes below have in common."""
+
+    widths: list[int]  # to pad as the mode says, as F.pad takes them
+    zeros: list[int]  # to pad with zeros around that
+    pad_mode: str
+    weight: Tensor
+
+    def extra_repr(self) -> str:
+        """Return what torch says, and what is special: `kernel_size` is for code that reads it."""
+        text = super().extra_repr()  # type: ignore[misc]
+        cells = tuple(self.weight.shape[2:])
+        return f"{text}, cells={cells}, widths={self.widths}, zeros={self.zeros}"
+
+
+class PaddedConv1d(_Padded, nn.Conv1d):
+    """A 1-D convolution that pads unevenly."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pad and convolve: (N, in_channels, length) -> (N, out_channels, length)."""
+        input = F.pad(F.pad(input, self.widths, mode=self.pad_mode), self.zeros)
+        return F.conv1d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class PaddedConv2d(_Padded, nn.Conv2d):
+    """A 2-D convolution that pads unevenly."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
+        input = F.pad(F.pad(input, self.widths, mode=self.pad_mode), self.zeros)
+        return F.conv2d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class PaddedConv3d(_Padded, nn.Conv3d):
+    """A 3-D convolution that pads unevenly."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
+        input = F.pad(F.pad(input, self.widths, mode=self.pad_mode), self.zeros)
+        return F.conv3d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+PADDED_CONVS: dict[type[Conv], type[Conv]] = {
+    CONV_CLASSES[1]: PaddedConv1d,
+    CONV_CLASSES[2]: PaddedConv2d,
+    CONV_CLASSES[3]: PaddedConv3d,
+}
+
+
+def padded_conv(
+    conv_class: type[Conv],
+    *args: Any,
+    padding: Sequence[Pair],
+    new: Sequence[Pair],
+    padding_mode: str,
+    **kwargs: Any,
+) -> Conv:
+    """Make a plain convolution that pads as `padding.pad` does.
+
+    Args:
+        conv_class: Its base in torch.nn.
+        padding, new, padding_mode: As in `padding.pad`.
+        args, kwargs: Other arguments of its base.
+    """
+    conv: Any = PADDED_CONVS[conv_class](*args, **kwargs)
+    by_mode, zeros = padding_with_new_cells(padding, new, padding_mode)
+    conv.widths = widths_of(by_mode)
+    conv.zeros = widths_of(zeros)
+    conv.pad_mode = torch_mode(padding_mode)
+    return cast(Conv, conv)
