@@ -103,6 +103,8 @@ def cautions(plan: ConversionPlan) -> list[str]:
             f"what the network does with its convolutions was not measured: {plan.not_measured}. "
             "Other code may use them, and larger windows may look ahead in a causal network"
         )
+    for overruled in plan.overruled:
+        found.append(f"windows grow as the rules say, although {overruled}")
     if plan.macs is not None and plan.macs_note is not None:
         found.append(
             f"the MACs are too low: {plan.macs_note}. Sizes that depend on them may differ"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..geometry import DYNAMIC_SAME, Padding
+from .own_forward import padding_seen
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -29,6 +30,8 @@ class ConvTraits:
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
+    # All padding of a class that is not registered, as its forward shows; None for other classes.
+    padding: Padding | None = None
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
         """Return the kernel that the convolution uses if its parameter is `weight`."""
@@ -51,9 +54,10 @@ def register_conv(
 ) -> None:
     """Declare what the forward of your own convolution class does, so that it can be converted.
 
-    A class without a `forward` of its own needs no registration: it is treated as its base. timm's
-    `Conv2dSame`, `StdConv2d`, `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame` are
-    known. Folding a converted layer gives a plain convolution with the transformed kernel.
+    A class without a `forward` of its own needs no registration: it is treated as its base. A class
+    whose `forward` is its base's with other padding by zeros needs none either: a run shows this.
+    timm's `Conv2dSame`, `StdConv2d`, `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame`
+    are known. Folding a converted layer gives a plain convolution with the transformed kernel.
 
     Args:
         cls: A subclass of `torch.nn.Conv1d`, `Conv2d` or `Conv3d`.
@@ -98,7 +102,10 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
         traits = _KNOWN_CLASSES.get(cls)
         if traits is not None and _computing_methods(type(conv)) == _computing_methods(cls):
             return traits
-    return None
+    padding = None
+    if type(conv).__call__ is nn.Module.__call__:
+        padding = padding_seen(conv)
+    return None if padding is None else ConvTraits(padding=padding)
 
 
 def traits_of(conv: nn.Module) -> ConvTraits:
@@ -111,6 +118,8 @@ def traits_of(conv: nn.Module) -> ConvTraits:
 def padding_of(conv: AnyConv) -> Padding:
     """Return the whole padding of a replaceable convolution: its own and what `forward` adds."""
     traits = traits_of(conv)
+    if traits.padding is not None:
+        return traits.padding
     same_padding = traits.same_padding
     if callable(same_padding):
         same_padding = same_padding(conv)
@@ -148,7 +157,11 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     reason = _why_parameters_unknown(conv, traits)
     if reason is not None:
         return reason
-    members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
+    members = list(dict(conv.named_buffers(recurse=False)))
+    for name, child in conv.named_children():
+        # What a module without tensors pads was seen together with the forward that calls it.
+        if traits.padding is None or child.state_dict():
+            members.append(name)
     if members:
         names = ", ".join(sorted(members))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"

@@ -150,6 +150,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
             calls,
             stage=stages.stage_of.get(name),
             stem=name in stages.stem or takes_image,
+            reads_attributes=measured.readers.get(name),
         )
         sites.append(site)
     return ModelConvs(
@@ -311,6 +312,7 @@ def _site(
     *,
     stage: str | None,
     stem: bool,
+    reads_attributes: str | None,
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
     return ConvSite(
@@ -329,6 +331,7 @@ def _site(
         padding=padding_of(conv),
         padding_mode=conv.padding_mode,
         lost_members=_lost_members(conv),
+        reads_attributes=reads_attributes,
         input_extent=None if calls is None else calls.input_extent,
         output_positions=None if calls is None else calls.output_positions,
         frozen=_is_frozen(conv),

@@ -9,9 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 import torch
 
+from .sites import ONE_SIDE
 from .table import MIN_CELLS, SLACK, AxisPair, DependenceColumn, DependenceTable, Interval
 
 MIN_VIEWS = 3  # columns that show something, for a law
@@ -28,10 +30,6 @@ MAX_STRIDE = 64
 MAX_UPSAMPLING = 16
 MAX_DENOMINATOR = 4  # of other strides: 3/2 is pooling by 3, then upsampling by 2
 
-ONE_SIDE = (
-    "each output depends only on inputs on one side of it; a larger window would also read inputs "
-    "on the other side (later times, or a neighbouring tile)"
-)
 BLIND_SPOT = (
     "outputs do not depend on the input at their own place, but on those around it; a larger "
     "window would also read this place"
@@ -50,6 +48,11 @@ class Law:
     least: float = -math.inf
     most: float = math.inf
     hole: Interval = (0, 0)
+
+    @property
+    def side(self) -> Literal["back", "ahead"]:
+        """To which side alone outputs look, by a law with the reason ONE_SIDE."""
+        return "back" if self.most < math.inf else "ahead"
 
     def is_broken_by(self, column: DependenceColumn) -> bool:
         """True if an entry of the column has such a displacement, or the output has no map."""

@@ -14,19 +14,19 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
-from ..geometry import extent
+from ..geometry import Grow, extent
 from ..layers.conv_classes import Conv
 from ..options import MAX_PIXELS
 from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import Arguments, random_arguments
-from .laws import Law, laws_of
+from .laws import Law, find_pairs, laws_of
 from .model_outputs import comparable, finite_share, relative_error, tensors_in
 from .probing import (
     CannotMeasureError,
@@ -36,6 +36,7 @@ from .probing import (
     tables_of,
 )
 from .running import Run, running, without_small_parameters
+from .sites import ONE_SIDE
 from .stand_ins import StandIn, in_place, with_window
 from .table import MIN_CELLS, DependenceTable
 
@@ -59,14 +60,40 @@ class Dependence:
     tables: Sequence[DependenceTable]
     laws: Sequence[Sequence[Law]]  # of each table
 
-    def broken_by(self, windows: Mapping[str, Sequence[int]]) -> dict[str, dict[int, str]]:
+    @property
+    def has_laws(self) -> bool:
+        """True if there is something that windows may break."""
+        return any(self.laws)
+
+    @property
+    def outputs_look(self) -> Literal["back", "ahead"] | None:
+        """To which side alone all outputs look; None if there is no such side."""
+        sides = set()
+        outputs = {pair.output for table in self.tables for pair in find_pairs(table)}
+        for laws in self.laws:
+            for law in laws:
+                if law.reason == ONE_SIDE:
+                    sides.add(law.side)
+                    outputs.discard(law.pair.output)
+        return sides.pop() if len(sides) == 1 and not outputs else None
+
+    def broken_by(
+        self,
+        windows: Mapping[str, Sequence[int]],
+        grow: Mapping[str, Sequence[Grow]] | None = None,
+    ) -> dict[str, dict[int, str]]:
         """Return the axes along which convolutions must not grow to these windows, and why.
 
         The network runs with these windows in the places of the convolutions, filled with random
         values. Afterwards, it is as before.
+
+        Args:
+            windows: Of the convolutions, by name.
+            grow: How windows grow along each axis, by name; by default, to both sides.
         """
-        if not any(self.laws):
+        if not self.has_laws:
             return {}
+        grow = grow or {}
         items = []
         for name, window in windows.items():
             conv = self.convs[name]
@@ -76,7 +103,7 @@ class Dependence:
         with without_small_parameters(self.model), running(self.model) as run:
 
             def problem(group: Sequence[tuple[str, int]]) -> str | None:
-                return self._problem(run, windows, group)
+                return self._problem(run, windows, grow, group)
 
             found: dict[str, dict[int, str]] = {}
             for (name, axis), reason in find_culprits(items, problem).items():
@@ -84,7 +111,11 @@ class Dependence:
         return found
 
     def _problem(
-        self, run: Run, windows: Mapping[str, Sequence[int]], grown: Sequence[tuple[str, int]]
+        self,
+        run: Run,
+        windows: Mapping[str, Sequence[int]],
+        grow: Mapping[str, Sequence[Grow]],
+        grown: Sequence[tuple[str, int]],
     ) -> str | None:
         """Return why convolutions must not grow along some axes; None if they may."""
         axes_of: dict[str, list[int]] = {}
@@ -93,7 +124,8 @@ class Dependence:
         try:
             new = {}
             for name, axes in axes_of.items():
-                new[self.convs[name]] = with_window(self.convs[name], windows[name], axes)
+                conv = self.convs[name]
+                new[conv] = with_window(conv, windows[name], axes, grow.get(name, ()))
             with in_place(self.model, new):
                 return self._broken_law(functools.partial(outputs_of, run))
         except Exception as error:  # the network's own code may raise anything
@@ -111,8 +143,9 @@ class Dependence:
                 continue
             for column in table.columns:
                 now = run_probe(run, self.arguments, before, column.probe)
+                new = now.without(column)
                 for law in laws:
-                    if law.is_broken_by(now):
+                    if law.is_broken_by(new):
                         return law.reason
         return None
 
@@ -123,6 +156,8 @@ class Measured:
 
     # What would happen if a convolution were replaced, by the names of those that must stay.
     reasons: dict[str, str] = field(default_factory=dict)
+    # Of those that other code needs as they are: see `ConvSite.reads_attributes`.
+    readers: dict[str, str] = field(default_factory=dict)
     dependence: Dependence | None = None  # None if it was not measured
     not_measured: str | None = None  # what could not be measured, and why; None if all was
 
@@ -154,14 +189,18 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         reasons = {name: NOT_CALLED for name in convs if not calls[name]}
         called = {name: conv for name, conv in convs.items() if name not in reasons}
 
-        def what_changes(names: Sequence[str]) -> str | None:
+        def what_changes(names: Sequence[str], grow: Grow = "both") -> str | None:
             some = {name: convs[name] for name in names}
-            return _what_changes(model, run, arguments, before, some, calls)
+            return _what_changes(model, run, arguments, before, some, calls, grow)
 
+        readers: dict[str, str] = {}
         if called and what_changes(list(called)) is not None:
             if not _agree(before, outputs(arguments)):
                 raise CannotMeasureError("its outputs differ from run to run")
-            reasons |= find_culprits(list(called), what_changes)
+            readers = find_culprits(list(called), what_changes)
+            # Layers whose windows grow to one side have the attributes of the convolutions.
+            still = find_culprits(list(readers), functools.partial(what_changes, grow="back"))
+            reasons |= {name: readers.pop(name) for name in still}
         free = {name: conv for name, conv in called.items() if name not in reasons}
         if not free:
             return Measured(reasons=reasons)
@@ -176,7 +215,12 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
             not_measured = str(error)
         except Exception as error:  # the network's own code
             not_measured = f"forward fails for changed inputs: {_text(error)}"
-    return Measured(reasons=reasons, dependence=dependence, not_measured=not_measured or None)
+    return Measured(
+        reasons=reasons,
+        readers=readers,
+        dependence=dependence,
+        not_measured=not_measured or None,
+    )
 
 
 def _find_laws(
@@ -184,8 +228,8 @@ def _find_laws(
 ) -> list[list[Law]]:
     """Return the laws of each table; add columns near the borders to those that have some.
 
-    A larger window may reach a border, where padding reflects or wraps around. Columns that break a
-    law already are left out.
+    A larger window may reach a border, where padding reflects or wraps around. Outputs that break a
+    law there already may do so later, too, and no others.
     """
     laws = []
     for table in tables:
@@ -194,9 +238,7 @@ def _find_laws(
         if not laws_of_table:
             continue
         for probe in probes_at_borders(table):
-            column = run_probe(run, arguments, before, probe)
-            if not any(law.is_broken_by(column) for law in laws_of_table):
-                table.columns.append(column)
+            table.columns.append(run_probe(run, arguments, before, probe))
     return laws
 
 
@@ -251,6 +293,7 @@ def _what_changes(
     before: list[Tensor],
     convs: Mapping[str, Conv],
     calls: Mapping[str, int],
+    grow: Grow,
 ) -> str | None:
     """Return what changes with stand-ins for some convolutions; None if nothing does."""
     stand_ins: dict[str, StandIn] = {}
@@ -261,7 +304,7 @@ def _what_changes(
 
     try:
         for name, conv in convs.items():
-            stand_ins[name] = StandIn(conv)
+            stand_ins[name] = StandIn(conv, grow)
         layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins.values()}
         with in_place(model, layers), model.register_forward_hook(look_at_weights):
             outputs = outputs_of(run, arguments)

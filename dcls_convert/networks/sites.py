@@ -4,12 +4,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
-from ..geometry import Padding, size_text
+from ..geometry import Grow, Padding, size_text
 from .input_tensors import Inputs
+
+# Why a window must not grow to both sides in a network that looks to one side only.
+ONE_SIDE = (
+    "each output depends only on inputs on one side of it; a larger window would also read inputs "
+    "on the other side (later times, or a neighbouring tile)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +65,14 @@ class OldConv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AxisLimit:
+    """Why a window must not grow to both sides along an axis, and to which side it may."""
+
+    reason: str
+    side: Grow | None  # "back" or "ahead"; None if to neither
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConvSite(OldConv):
     """One convolution object of the model, as found before conversion."""
 
@@ -69,8 +83,11 @@ class ConvSite(OldConv):
     padding_mode: str
     # Public members of its class that a DCLS layer does not have.
     lost_members: tuple[str, ...] = ()
-    # Axes along which the windows of a plan must not grow, and why; found when they are chosen.
-    fixed_axes: Mapping[int, str] = field(default_factory=dict)
+    # Why other code needs the attributes of the convolution, which a layer has only if its window
+    # grows to one side; None if it does not.
+    reads_attributes: str | None = None
+    # Axes along which windows must not grow to both sides; found when they are chosen.
+    limits: Mapping[int, AxisLimit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +102,19 @@ class Skipped:
 class AllowedWindows(Protocol):
     """Says which windows a network allows, by running it (see `measure.Dependence`)."""
 
-    def broken_by(self, windows: Mapping[str, Sequence[int]]) -> dict[str, dict[int, str]]:
+    @property
+    def has_laws(self) -> bool:
+        """True if there is something that windows may break."""
+
+    @property
+    def outputs_look(self) -> Literal["back", "ahead"] | None:
+        """To which side alone outputs look; None if some look to both, or not all to one."""
+
+    def broken_by(
+        self,
+        windows: Mapping[str, Sequence[int]],
+        grow: Mapping[str, Sequence[Grow]] | None = None,
+    ) -> dict[str, dict[int, str]]:
         """Return the axes along which convolutions must not grow to these windows, and why."""
 
 

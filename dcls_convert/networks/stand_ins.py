@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..geometry import ceil_div, extent
-from ..layers.conv_classes import Conv
+from ..geometry import DYNAMIC_SAME, Grow, ceil_div, extent, sides_of
+from ..layers.conv_classes import Conv, padding_of
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
 # Written into weights; whatever other code does to a weight changes at least one of these values.
@@ -20,11 +20,11 @@ STAND_IN_GROWTH = 2  # cells by which a stand-in's window is larger than the old
 class StandIn:
     """A DCLS layer that computes what a convolution did. Neither weight has its values any more."""
 
-    def __init__(self, conv: Conv) -> None:
+    def __init__(self, conv: Conv, grow: Grow = "both") -> None:
         """Overwrite the values in the convolution's weight; the caller restores them."""
         self.conv = conv
         self.calls = 0
-        self.layer = _stand_in_layer(conv)
+        self.layer = _stand_in_layer(conv, grow)
         self.weights = (conv.weight, self.layer.weight)
         private = copy.copy(conv)
         values = conv.weight.detach().clone()
@@ -72,18 +72,28 @@ def in_place(model: nn.Module, new: Mapping[Conv, nn.Module]) -> Iterator[None]:
             children[name] = child
 
 
-def with_window(conv: Conv, window: Sequence[int], axes: Sequence[int]) -> nn.Module:
+def with_window(
+    conv: Conv, window: Sequence[int], axes: Sequence[int], grow: Sequence[Grow] = ()
+) -> nn.Module:
     """Make a plain convolution like another one, with random values in all cells of a window.
 
     Args:
         conv: The other one.
         window: The window.
         axes: Axes along which the kernel has the window's size; along others it keeps its own.
+        grow: How the window grows along each axis; empty means to both sides.
     """
     sizes = _extents(conv)
     for axis in axes:
         sizes[axis] = window[axis]
-    plain = _layer_without_values(conv, sizes).plain_conv_without_values()
+    layer = _layer_without_values(conv, sizes, grow=grow)
+    if (
+        layer.padding != DYNAMIC_SAME
+    ):  # has the attributes of the other one, for code that reads them
+        layer.grow = sides_of(grow, layer.dims)
+        layer.kernel_size = tuple(_extents(conv))
+        layer.padding = padding_of(conv)
+    plain = layer.plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
     # As large as the old kernel, so that deep networks do not overflow.
@@ -95,7 +105,7 @@ def _extents(conv: Conv) -> list[int]:
     return [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
 
 
-def _stand_in_layer(conv: Conv) -> DclsConvNd:
+def _stand_in_layer(conv: Conv, grow: Grow) -> DclsConvNd:
     """Make a layer whose window is larger along all axes on which the old kernel has cells.
 
     Its weight's last axis is one longer than the old kernel's, so that code that reads the shape
@@ -105,11 +115,15 @@ def _stand_in_layer(conv: Conv) -> DclsConvNd:
     several = [axis for axis, size in enumerate(sizes) if size > 1] or [len(sizes) - 1]
     for axis in several:
         sizes[axis] += STAND_IN_GROWTH
-    return _layer_without_values(conv, sizes, [i for i in range(len(sizes)) if i not in several])
+    dense_axes = [axis for axis in range(len(sizes)) if axis not in several]
+    return _layer_without_values(conv, sizes, dense_axes, [grow] * len(sizes))
 
 
 def _layer_without_values(
-    conv: Conv, window: Sequence[int], dense_axes: Sequence[int] = ()
+    conv: Conv,
+    window: Sequence[int],
+    dense_axes: Sequence[int] = (),
+    grow: Sequence[Grow] = (),
 ) -> DclsConvNd:
     return DCLS_LAYERS[len(window)].from_conv_without_values(
         conv,
@@ -117,4 +131,5 @@ def _layer_without_values(
         dilated_kernel_size=tuple(window),
         interpolation="bilinear",
         dense_axes=dense_axes,
+        grow=grow,
     )

@@ -79,6 +79,13 @@ class DependenceColumn:
         """True if nothing changed."""
         return all(mask is not None and not mask.any() for mask in self.changed)
 
+    def without(self, other: "DependenceColumn") -> "DependenceColumn":
+        """Return the column without the outputs that change in another one of the same probe."""
+        masks: list[Tensor | None] = []
+        for mask, known in zip(self.changed, other.changed, strict=True):
+            masks.append(None if mask is None or known is None else mask & ~known)
+        return DependenceColumn(self.probe, masks)
+
     def cells(self, output: int, axis: int, lines: Sequence[AxisPair] = ()) -> list[int]:
         """Return the cells along an axis of an output at which something changes.
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -53,6 +53,10 @@ class ConversionPlan(Record):
     example_inputs: Inputs | None = None
     not_measured: str | None = None  # see `ModelConvs`
     notes: tuple[str, ...] = ()  # what users should know of the new layers
+    # Windows that grow as rules say, although outputs then depend on what they must not.
+    overruled: tuple[str, ...] = ()
+    # To which side alone outputs look, as measured; None if to both, or if it was not measured.
+    outputs_look: Literal["back", "ahead"] | None = None
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
@@ -213,7 +217,7 @@ def _check_plan(plan: ConversionPlan) -> None:
     for group in position_groups(plan.layers):
         shapes = set()
         for layer in group:
-            window = (layer.dilated_size, layer.dense_axes, layer.interpolation)
+            window = (layer.dilated_size, layer.grow, layer.dense_axes, layer.interpolation)
             shapes.add((layer.position_shape, window))
         if len(shapes) > 1:
             raise PlanError(

@@ -1,5 +1,6 @@
 """Make a plan from sites and rules: which layer replaces which convolution, and what is tied."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from ..errors import NothingMatchesError, PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
 from ..networks.input_tensors import image_inputs
-from ..networks.sites import ConvSite, ModelConvs, OldConv, Skipped
+from ..networks.sites import ONE_SIDE, AxisLimit, ConvSite, ModelConvs, OldConv, Skipped
 from ..networks.source import ModelSource
 from ..options import (
     AUTO,
@@ -19,9 +20,10 @@ from ..options import (
     ERROR_SCOPE,
     EXACT,
     INTERPOLATION_NAMES,
+    MAX_WINDOW,
     parse_percent,
 )
-from ..text import count_text, one_line
+from ..text import count_text, one_line, short_list
 from .claims import assign_rules, choose_rules, refuse_overridden_options
 from .counts import UNSOLVED, LayerCounts, solve_counts, with_known_counts
 from .layer_plan import LayerPlan
@@ -29,7 +31,7 @@ from .plan import ConversionPlan
 from .plan_options import PlanArguments, PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
-from .windows import NoWindowError, choose_window, notes_on, recommended_size
+from .windows import NoWindowError, choose_window, notes_on, recommended_size, window_to_try
 
 
 def plan_conversion(
@@ -92,7 +94,7 @@ def make_plan(
         scope = "model"
     share = parse_percent(options.budget)
     rules = choose_rules(options.rules, convs.sites)
-    drafts, skipped = _draft_layers(convs, rules, options)
+    drafts, skipped, overruled = _draft_layers(convs, rules, options)
     if known_counts is not None:
         drafts = with_known_counts(drafts, known_counts, skipped)
     if options.tie == "stage":
@@ -110,7 +112,9 @@ def make_plan(
         macs=convs.macs,
         macs_note=convs.macs_note,
         not_measured=convs.not_measured,
-        notes=tuple(notes_on([(site_of[layer.name], layer.dilated_size) for layer in layers])),
+        notes=tuple(notes_on([(site_of[layer.name], layer) for layer in layers])),
+        overruled=overruled,
+        outputs_look=None if convs.dependence is None else convs.dependence.outputs_look,
         skipped=tuple(skipped),
         stages_from=_stages_from(convs, rules),
         model=None if source is None else source.name,
@@ -167,8 +171,11 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
 
 def _draft_layers(
     convs: ModelConvs, rules: RuleSet, options: PlanOptions
-) -> tuple[list[LayerPlan], list[Skipped]]:
-    """Draft the layers; also return the convolutions that stay, in the model's order.
+) -> tuple[list[LayerPlan], list[Skipped], tuple[str, ...]]:
+    """Draft the layers.
+
+    Returns:
+        The drafts; the convolutions that stay, in the model's order; and what rules overrule.
 
     Raises:
         PlanError: A site cannot take its size, and either `strict` is set or no site can.
@@ -194,7 +201,8 @@ def _draft_layers(
     for site in convs.sites:
         if site.name in reasons:
             skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
-    return drafts, [*skipped, *convs.skipped]
+    overruled = _what_rules_overrule(convs, rules, rule_of, drafts)
+    return drafts, [*skipped, *convs.skipped], overruled
 
 
 def _measured_drafts(
@@ -202,36 +210,109 @@ def _measured_drafts(
 ) -> tuple[list[LayerPlan], dict[str, PlanError]]:
     """Draft layers whose windows the network allows; also return why other sites have no layer.
 
-    A window that the network does not allow is taken out. Then, "auto" may find a larger size for
-    the others, so they are measured again.
+    A window that the network does not allow grows to one side, or is taken out. Then, "auto" may
+    find another size, so the network is measured again.
     """
+    if convs.dependence is not None and convs.dependence.has_laws:
+        convs = _with_broken(
+            convs, _broken_if_all_grew_to_both_sides(convs, rules, rule_of, options)
+        )
     while True:
         drafts: list[LayerPlan] = []
         errors: dict[str, PlanError] = {}
-        windows: dict[str, tuple[int, ...]] = {}
-        size: int | Sequence[int] | str | None = options.dilated_size
-        if size == AUTO:
-            size = recommended_size(convs, rules, rule_of)
+        size = _size_to_plan(convs, rules, rule_of, options)
         for site in convs.sites:
             if site.name not in rule_of:
                 continue
-            index = rule_of[site.name]
             try:
-                draft = _draft(site, rules, index, size, options)
+                drafts.append(_draft(site, rules, rule_of[site.name], size, options))
             except PlanError as error:
                 errors[site.name] = error
-                continue
-            drafts.append(draft)
-            if rules.rules[index].padding != "any":
-                windows[site.name] = draft.dilated_size
-        broken = {} if convs.dependence is None else convs.dependence.broken_by(windows)
+        measured = [draft for draft in drafts if not _is_stated(rules.rules[rule_of[draft.name]])]
+        broken = _broken_by(convs, measured)
         if not broken:
             return drafts, errors
-        sites = []
-        for site in convs.sites:
-            fixed_axes = {**site.fixed_axes, **broken.get(site.name, {})}
-            sites.append(replace(site, fixed_axes=fixed_axes))
-        convs = replace(convs, sites=tuple(sites))
+        convs = _with_broken(convs, broken)
+
+
+def _is_stated(rule: Rule) -> bool:
+    """True if the rule says to which sides windows grow, whatever was measured."""
+    return rule.grow is not None or rule.padding == "any"
+
+
+def _size_to_plan(
+    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
+) -> int | Sequence[int] | str | None:
+    """Return the size for rules that state none; None if the rules or their defaults state all."""
+    if options.dilated_size == AUTO:
+        return recommended_size(convs, rules, rule_of)
+    return options.dilated_size
+
+
+def _broken_by(convs: ModelConvs, drafts: Sequence[LayerPlan]) -> dict[str, dict[int, str]]:
+    """Return the axes along which windows of drafts must not grow as planned, and why."""
+    if convs.dependence is None:
+        return {}
+    windows = {draft.name: draft.dilated_size for draft in drafts}
+    grow = {draft.name: draft.sides for draft in drafts if draft.grow}
+    return convs.dependence.broken_by(windows, grow)
+
+
+def _broken_if_all_grew_to_both_sides(
+    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
+) -> dict[str, dict[int, str]]:
+    """Return the axes along which windows must not grow to both sides, and why.
+
+    Windows of convolutions whose padding is off centre are tried, too: in a causal network, these
+    may grow back.
+    """
+    assert convs.dependence is not None
+    size: Any = options.dilated_size
+    if size == AUTO:
+        size = f"+{MAX_WINDOW - 1}"
+    windows = {}
+    for site in convs.sites:
+        if site.name not in rule_of:
+            continue
+        rule = rules.rules[rule_of[site.name]]
+        stated_size: Any = rule.dilated_size or rules.defaults.dilated_size or size
+        with contextlib.suppress(PlanError):  # raised again for the draft
+            windows[site.name] = window_to_try(site, stated_size, rule)
+    found = {}
+    for name, reasons in convs.dependence.broken_by(windows).items():
+        # Another reason, such as padding that is too wide, may not hold for the planned window.
+        found[name] = {axis: reason for axis, reason in reasons.items() if reason == ONE_SIDE}
+    return found
+
+
+def _with_broken(convs: ModelConvs, broken: Mapping[str, Mapping[int, str]]) -> ModelConvs:
+    """Return the convolutions with limits for axes along which their windows broke a law.
+
+    Back is tried first, then ahead: a causal network may convolve a map that it has reversed.
+    """
+    sites = []
+    for site in convs.sites:
+        limits = dict(site.limits)
+        for axis, reason in broken.get(site.name, {}).items():
+            tried = limits.get(axis)
+            if tried is None:
+                limits[axis] = AxisLimit(reason=reason, side="back" if reason == ONE_SIDE else None)
+            else:
+                limits[axis] = replace(tried, side="ahead" if tried.side == "back" else None)
+        sites.append(replace(site, limits=limits))
+    return replace(convs, sites=tuple(sites))
+
+
+def _what_rules_overrule(
+    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], drafts: Sequence[LayerPlan]
+) -> tuple[str, ...]:
+    """Return sentences on windows that grow as rules say, though the network forbids it."""
+    stated = [draft for draft in drafts if _is_stated(rules.rules[rule_of[draft.name]])]
+    names_of: dict[str, list[str]] = {}
+    for name, reasons in _broken_by(convs, stated).items():
+        for reason in dict.fromkeys(reasons.values()):
+            names_of.setdefault(reason, []).append(name)
+    return tuple(f"{short_list(names)}: {reason}" for reason, names in names_of.items())
 
 
 def _draft(
@@ -249,7 +330,7 @@ def _draft(
     """
     rule = rules.rules[index]
     stated_size: Any = rule.dilated_size or size or rules.defaults.dilated_size
-    window, dense_axes = choose_window(site, stated_size, rule)
+    window, dense_axes, grow = choose_window(site, stated_size, rule)
     from_site = {field.name: getattr(site, field.name) for field in fields(OldConv)}
     from_site["stage"] = rule.stage_of(site.name) or site.stage
     count = _stated_count(site, dense_axes, rule, options)
@@ -262,6 +343,7 @@ def _draft(
         count_is_stated=count != UNSOLVED,
         tie_group=None,
         rule=rules.label(index),
+        grow=grow,
     )
 
 

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ..geometry import size_text
+from ..geometry import Grow, size_text
 from ..options import (
     EVEN_GROWTH,
     GROWTH,
@@ -206,6 +206,12 @@ other keys say."""
         None,
         description="any: also convolutions whose own padding does not centre their kernel, such "
         "as valid and causal ones; centred (the default): these stay as they are",
+    )
+    grow: Grow | Annotated[list[Grow], Field(min_length=1, max_length=3)] | None = Field(
+        None,
+        description="both, back or ahead: where the window's new cells lie, seen from the old "
+        "kernel; or a list with one for each axis. Without it, what was measured decides: windows "
+        "grow to both sides, or in a causal network back only",
     )
     name: str | None = Field(None, description="a string")
     match: Match = Field(

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from ..errors import PlanError
 from ..geometry import (
     DYNAMIC_SAME,
-    Padding,
+    Grow,
+    all_new_cells,
     along_learnt_axes,
     check_cells,
     check_window,
@@ -15,15 +16,18 @@ from ..geometry import (
     grown_padding,
     keeps_centre,
     padded_cells,
+    padding_with_new_cells,
     size_text,
     static_padding,
 )
 from ..networks.sites import ConvSite, ModelConvs
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from ..text import join_with_and, short_list
+from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
 ALL_THE_SAME = "A rule with 'padding: any' converts it all the same"
+IF_CAUSAL = "in a causal network, 'grow: back' in a rule lets it grow to one side"
 
 
 class NoWindowError(PlanError):
@@ -73,7 +77,7 @@ def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> tuple[int,
     added_macs = 0.0
     for site, rule in converted:
         try:
-            window, dense_axes = choose_window(site, rule.dilated_size or f"+{growth}", rule)
+            window, dense_axes, _ = choose_window(site, rule.dilated_size or f"+{growth}", rule)
         except PlanError:
             continue
         layers += 1
@@ -90,17 +94,48 @@ def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> tuple[int,
 
 def choose_window(
     site: ConvSite, size: int | Sequence[int] | str, rule: Rule
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Choose the window of the new layer, and its dense axes.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Grow, ...]]:
+    """Choose the window of the new layer, its dense axes, and how it grows.
 
     Args:
         site: The old convolution.
         size: Cells of every side, cells of each side, or a growth such as "+4".
-        rule: The rule that claims the site; it may name dense axes.
+        rule: The rule that claims the site; it may name dense axes, and say how windows grow.
+
+    Returns:
+        The window, the dense axes, and how the window grows along each axis (see `LayerPlan.grow`).
 
     Raises:
         PlanError: The site cannot take this size.
     """
+    window, dense_axes = _window(site, size, rule)
+    sides = [_side_to_grow(site, axis, window, rule) for axis in range(site.dims)]
+    grow = () if set(sides) == {"both"} else tuple(sides)
+    if site.reads_attributes is not None and not grow and _growing_axes(site, window):
+        raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, and has these attributes")
+    check_window(site.kernel_size, site.dilation, window, dense_axes, grow)
+    check_cells(site.out_channels * site.in_channels // site.groups, window)
+    _check_padding(site, window, grow)
+    return window, dense_axes, grow
+
+
+def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -> tuple[int, ...]:
+    """Return the least window of at least this size that can grow to both sides.
+
+    The network shows with this window whether it may. Raises PlanError as `choose_window` does.
+    """
+    window, dense_axes = _window(site, size, rule)
+    sides = list(window)
+    for axis in _growing_axes(site, window):
+        sides[axis] += (sides[axis] - extent(site.kernel_size[axis], site.dilation[axis])) % 2
+    check_window(site.kernel_size, site.dilation, sides, dense_axes)
+    return tuple(sides)
+
+
+def _window(
+    site: ConvSite, size: int | Sequence[int] | str, rule: Rule
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the window for a stated size, and its dense axes."""
     if isinstance(size, int | str):
         dense_axes = _dense_axes(site, site.kernel_size, rule)
         sides = list(site.kernel_size)
@@ -111,54 +146,78 @@ def choose_window(
                 sides[axis] = size
             else:
                 sides[axis] = extent(site.kernel_size[axis], site.dilation[axis]) + int(size)
-        window = tuple(sides)
-    else:
-        # Every side is stated, so a side of 1 may grow: the window says which axes are dense.
-        window = tuple(size)
-        if len(window) != site.dims:
-            raise PlanError(
-                f"the size {size_text(window)} is for {len(window)}-D, "
-                f"this convolution is {site.dims}-D"
-            )
-        dense_axes = _dense_axes(site, window, rule)
-    check_window(site.kernel_size, site.dilation, window, dense_axes)
-    if rule.padding != "any":
-        _check_centred(site, window)
-        _check_may_grow(site, window)
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
-    check_cells(site.out_channels * site.in_channels // site.groups, window)
-    _check_padding(site, window, padding)
-    return window, dense_axes
+        return tuple(sides), dense_axes
+    # Every side is stated, so a side of 1 may grow: the window says which axes are dense.
+    window = tuple(size)
+    if len(window) != site.dims:
+        raise PlanError(
+            f"the size {size_text(window)} is for {len(window)}-D, "
+            f"this convolution is {site.dims}-D"
+        )
+    return window, _dense_axes(site, window, rule)
 
 
-def _check_may_grow(site: ConvSite, window: Sequence[int]) -> None:
-    """Refuse (NoWindowError) to grow along an axis if outputs would depend on other inputs."""
-    for axis, reason in site.fixed_axes.items():
-        if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
-            where = "" if site.dims == 1 else f"along axis {axis}, "
-            raise NoWindowError(f"{where}{reason}. {ALL_THE_SAME}")
+def _growing_axes(site: ConvSite, window: Sequence[int]) -> list[int]:
+    extents = map(extent, site.kernel_size, site.dilation)
+    return [axis for axis, old in enumerate(extents) if window[axis] > old]
 
 
-def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
-    """Refuse (NoWindowError) to grow along an axis on which padding does not centre the kernel.
+def _side_to_grow(site: ConvSite, axis: int, window: Sequence[int], rule: Rule) -> Grow:
+    """Return how a window grows along an axis: as the rule says, or else as was measured.
+
+    Raises:
+        NoWindowError: It must not grow.
+    """
+    if axis not in _growing_axes(site, window):
+        return "both"
+    if rule.grow is not None:
+        return _stated_side(site, axis, rule)
+    if rule.padding == "any":
+        return "both"
+    where = "" if site.dims == 1 else f"along axis {axis}, "
+    limit = site.limits.get(axis)
+    if limit is None:
+        reason = _why_off_centre(site, axis)
+        # Code that pads a map on one side along an axis pads it along the others, too.
+        is_padded_elsewhere = any(other.side for other in site.limits.values())
+        if reason is not None and not is_padded_elsewhere:
+            raise NoWindowError(f"{where}{reason}. {ALL_THE_SAME}; {IF_CAUSAL}")
+        return "both"
+    if limit.side is None:
+        raise NoWindowError(f"{where}{limit.reason}. {ALL_THE_SAME}")
+    return limit.side
+
+
+def _stated_side(site: ConvSite, axis: int, rule: Rule) -> Grow:
+    """Return how a rule says that a window grows along an axis."""
+    if isinstance(rule.grow, str):
+        return rule.grow
+    assert rule.grow is not None
+    if len(rule.grow) != site.dims:
+        raise PlanError(
+            f"the rule says how to grow along {len(rule.grow)} axes, "
+            f"this convolution is {site.dims}-D"
+        )
+    return rule.grow[axis]
+
+
+def _why_off_centre(site: ConvSite, axis: int) -> str | None:
+    """Return a reason if padding does not centre the kernel along an axis; None if it does.
 
     Such padding, also by other code, shows which inputs the kernel must not read: later times, or
     those of a neighbouring patch.
     """
     if site.padding in ("same", DYNAMIC_SAME):
-        return
+        return None
     extents = list(map(extent, site.kernel_size, site.dilation))
-    paddings = static_padding(site.padding, extents)
-    for axis, (cells, _) in enumerate(paddings):
-        grows = window[axis] > extents[axis]
-        if not grows or keeps_centre(cells, extents[axis], site.stride[axis]):
-            continue
-        along = "" if site.dims == 1 else f" along axis {axis}"
-        raise NoWindowError(
-            f"its padding of {cells} does not centre its kernel of {extents[axis]}"
-            f"{along}, so a larger window would read inputs that the padding keeps out (later "
-            f"times, or a neighbouring tile). {ALL_THE_SAME}"
-        )
+    before, after = static_padding(site.padding, extents)[axis]
+    if keeps_centre((before, after), extents[axis], site.stride[axis]):
+        return None
+    cells = str(before) if before == after else f"{before} and {after}"
+    return (
+        f"its padding of {cells} does not centre its kernel of {extents[axis]}, so a larger window "
+        "would read inputs that the padding keeps out (later times, or a neighbouring tile)"
+    )
 
 
 def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:
@@ -178,9 +237,13 @@ def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, 
     return tuple(sorted(dense))
 
 
-def _check_padding(site: ConvSite, window: Sequence[int], padding: Padding) -> None:
-    """Raise PlanError for reflect or circular padding wider than torch allows for the input."""
-    for width, least, side in _wide_paddings(site, window, padding):
+def _check_padding(site: ConvSite, window: Sequence[int], grow: Sequence[Grow]) -> None:
+    """Raise PlanError for padding that a window cannot have.
+
+    This is reflect or circular padding wider than torch allows for the input, or dynamic SAME
+    padding of a kernel smaller than its stride, or of a window that grows to one side.
+    """
+    for width, least, side in _wide_paddings(site, window, grow):
         if side < least:
             raise PlanError(
                 f"{site.padding_mode} padding of {width} does not fit its input of {side}"
@@ -188,28 +251,36 @@ def _check_padding(site: ConvSite, window: Sequence[int], padding: Padding) -> N
 
 
 def _wide_paddings(
-    site: ConvSite, window: Sequence[int], padding: Padding
+    site: ConvSite, window: Sequence[int], grow: Sequence[Grow]
 ) -> list[tuple[int, int, int]]:
     """Return the width of reflect or circular padding, the least map side, and the map's side.
 
     One for each axis; none for padding by other modes, or if the map's size is not known.
     """
+    padding = grown_padding(
+        site.padding, site.kernel_size, site.dilation, window, site.stride, grow
+    )
     if site.padding_mode not in ("reflect", "circular") or site.input_extent is None:
         return []
     border = int(site.padding_mode == "reflect")  # reflection does not repeat the border
-    cells = padded_cells(padding, site.input_extent, window, site.stride)
-    widths = [max(before_and_after) for before_and_after in cells]
+    extents: Sequence[int] = window
+    if grow:
+        extents = list(map(extent, site.kernel_size, site.dilation))
+    cells = padded_cells(padding, site.input_extent, extents, site.stride)
+    new = all_new_cells(window, extents, grow)
+    by_mode, _ = padding_with_new_cells(cells, new, site.padding_mode)
+    widths = [max(before_and_after) for before_and_after in by_mode]
     return [
         (width, width + border, side) for width, side in zip(widths, site.input_extent, strict=True)
     ]
 
 
-def notes_on(sites_and_windows: Sequence[tuple[ConvSite, Sequence[int]]]) -> list[str]:
+def notes_on(layers: Sequence[tuple[ConvSite, LayerPlan]]) -> list[str]:
     """Return what users should know of new layers, one sentence for all that are alike."""
     names_of: dict[str, list[str]] = {}
-    for site, window in sites_and_windows:
-        padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
-        paddings = _wide_paddings(site, window, padding)
+    for site, layer in layers:
+        window = layer.dilated_size
+        paddings = _wide_paddings(site, window, layer.grow)
         sides = [side for _, _, side in paddings]
         if paddings and any(map(operator.gt, window, sides)):
             least = [cells for _, cells, _ in paddings]
@@ -222,4 +293,21 @@ def notes_on(sites_and_windows: Sequence[tuple[ConvSite, Sequence[int]]]) -> lis
             members = join_with_and(site.lost_members)
             text = f"the class {site.type} has {members}, which the DCLS layer lacks"
             names_of.setdefault(text, []).append(site.name)
+        if _is_padded_elsewhere(site, layer):
+            text = (
+                "other code pads the input of these layers; if it keeps past steps for streaming, "
+                "it must now keep as many as the window has, less one"
+            )
+            names_of.setdefault(text, []).append(site.name)
     return [f"{short_list(names)}: {text}." for text, names in names_of.items()]
+
+
+def _is_padded_elsewhere(site: ConvSite, layer: LayerPlan) -> bool:
+    """True if the old convolution does not pad along an axis on which the window looks back."""
+    if not layer.grow:
+        return False
+    paddings = static_padding(site.padding, layer.extents)
+    for (before, _), side, old in zip(paddings, layer.sides, layer.extents, strict=True):
+        if side == "back" and before == 0 and old > 1:
+            return True
+    return False

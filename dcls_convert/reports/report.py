@@ -49,13 +49,13 @@ FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs", "budg
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
-    *("macs_before", "macs_after", "fit_error", "output_error"),
+    *("macs_before", "macs_after", "fit_error", "output_error", "grow"),
 )
 LAST_KEYS = (
     *("skipped", "stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
-    *("layers_beyond_map", "not_measured", "notes"),
+    *("layers_beyond_map", "not_measured", "overruled", "notes"),
 )
-LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "notes")
+LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "overruled", "notes", "grow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,11 @@ class ConversionReport:
     def not_measured(self) -> str | None:
         """Why this was not measured; None if it was, or need not be."""
         return self.plan.not_measured
+
+    @property
+    def overruled(self) -> tuple[str, ...]:
+        """Windows that grow as rules say, although outputs then depend on what they must not."""
+        return self.plan.overruled
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -283,6 +288,8 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
             f"({report.not_measured})"
         )
         warnings.append(Text(printable(sentence)))
+    for overruled in report.overruled:
+        warnings.append(Text(printable(f"As the rules say, although measured: {overruled}")))
     for warning in warnings:
         warning.stylize("yellow")
     return warnings
@@ -362,6 +369,8 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
     lines = [_budget_sentence(report)]
     if not report.folded:
         lines.append(_positions_sentence(report))
+    if any(layer.grow for layer in report.layers):
+        lines.append(_sides_sentence(report))
     if report.macs.note:
         lines.append(report.macs.note_sentence)
     if shown_error(report.layers) == "output_error":
@@ -413,6 +422,22 @@ def _positions_sentence(report: ConversionReport) -> str:
         own = len(report.layers) - len(tied)
         sentence += f" (not shared: {count_text(own, 'layer')})"
     return f"{sentence}; {interpolation}."
+
+
+def _sides_sentence(report: ConversionReport) -> str:
+    """Say how many windows grow to one side, and what was measured of the network."""
+    parts = []
+    for side in ("back", "ahead"):
+        count = sum(side in layer.grow for layer in report.layers)
+        if count:
+            verb = "grows" if count == 1 else "grow"
+            parts.append(f"{count_text(count, 'layer')} {verb} {side} only")
+    sentence = " and ".join(parts)
+    if report.plan.outputs_look == "back":
+        sentence += ": the network is causal"
+    elif report.plan.outputs_look == "ahead":
+        sentence += ": the network looks ahead only"
+    return f"{sentence}."
 
 
 def _new_kernels(report: ConversionReport) -> str:

@@ -45,7 +45,7 @@ class Network(nn.Module):
 
     def forward(self, x):
         self.use(self)
-        x = self.used(F.pad(x, (1, -1))) * self.used.kernel_size[0]
+        x = self.used(F.pad(x, (1, -1))) * self.used.weight.shape[-1]
         return x + self.scale * self.norm(self.conv(F.pad(x, (1, -1))))
 
 

@@ -1,4 +1,4 @@
-"""Where outputs look to one side alone, larger windows do not let them look to the other.
+"""Where outputs look to one side alone, windows grow to that side, and outputs look to no other.
 
 Where they look to both, no convolution is lost.
 """
@@ -10,6 +10,7 @@ from torch import nn
 
 from dcls_convert import convert_, find_convs
 from dcls_convert.geometry import extent
+from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..dependence import WithOrdinary, seen
@@ -315,27 +316,83 @@ def converted(model, size, rules):
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_outputs_depend_on_no_input_that_they_did_not_depend_on(form):
+AHEAD = ("earlier", "anti-causal")  # all other forms look back
+AXIS = {"rows above": 0, "rows above, by modules": 0, "PixelCNN": 0, "causal in time": 0}
+
+
+STRIDE = {"strided": 2, "upsampled": 1 / 3}
+
+
+def furthest(model, form):
+    """How many cells beyond their own place outputs look at most, to the side that is forbidden."""
+    size = INPUT[FORMS[form][0]]
+    axis = AXIS.get(form, len(size) - 2)
+    outputs = model(torch.zeros(1, *size, dtype=torch.float64))[0]
+    mask = seen(model, size).view(*outputs.shape, *size)
+    # (output cells, input cells) along the axis
+    mask = mask.movedim((2 + axis, outputs.dim() + 1 + axis), (0, 1)).flatten(2).any(2)
+    own, cells = mask.nonzero().T
+    displacements = cells - STRIDE.get(form, 1) * own
+    return -displacements.min() if form in AHEAD else displacements.max()
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "rolled alone"])
+def test_windows_grow_to_the_side_to_which_outputs_look(form):
     dims, build = FORMS[form]
     model = WithOrdinary(build(), conv(dims)).double()
-    before = seen(model, INPUT[dims])
+    before = furthest(model, form)
     report = converted(model, INPUT[dims], DEFAULT)
+    assert [skip.name for skip in report.skipped if "not matched" not in skip.reason] == []
+    *layers, ordinary = report.layers
+    assert layers
+    assert ordinary.name == "ordinary"
+    assert ordinary.grow == ()
+    for layer in layers:
+        assert set(layer.sides) - {"both"}, layer.name
+    for module in model.modules():
+        if isinstance(module, DclsConvNd):
+            full_window_(module)
+    assert furthest(model, form) <= before
+
+
+def full_window_(layer):
+    """Let a layer's elements fill its window."""
+    layer.forward = with_random_weights(layer.fuse()).forward
+
+
+def with_random_weights(plain):
+    nn.init.normal_(plain.weight)
+    return plain.double()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exact_start_computes_the_same(form):
+    dims, build = FORMS[form]
+    model = WithOrdinary(build(), conv(dims)).double().eval()
+    x = torch.randn(2, *INPUT[dims], dtype=torch.float64)
+    before = model(x)
+    report = convert_(model, rules=DEFAULT, dilated_size="+4", init="exact", input_size=INPUT[dims])
+    assert len(report.layers) > (form != "rolled alone")
+    torch.testing.assert_close(model(x), before, rtol=0, atol=1e-9)
+
+
+def test_what_wraps_round_stays():
+    """By a plain roll, the first outputs see the end of the map."""
+    report = converted(WithOrdinary(FORMS["rolled alone"][1](), conv(1)), INPUT[1], DEFAULT)
     assert [layer.name for layer in report.layers] == ["ordinary"]
-    for skip in report.skipped:
-        if "not matched" not in skip.reason:  # 1x1
-            assert "depends only on inputs on one side" in skip.reason
-            assert "padding: any" in skip.reason
-    assert not (seen(model, INPUT[dims]) & ~before).any()
+    (skip,) = report.skipped
+    assert "depends only on inputs on one side" in skip.reason
 
 
 @pytest.mark.parametrize("form", ["longer output", "gated", "strided", "PixelCNN"])
-def test_a_rule_may_ask_for_it_all_the_same(form):
+def test_a_rule_may_ask_for_both_sides_all_the_same_and_a_warning_says_so(form):
     dims, build = FORMS[form]
     model = WithOrdinary(build(), conv(dims)).double()
     before = seen(model, INPUT[dims])
-    report = converted(model, INPUT[dims], ANY)
+    with pytest.warns(UserWarning, match="although odd.* one side of it"):
+        report = converted(model, INPUT[dims], ANY)
     assert len(report.layers) > 1
+    assert {layer.grow for layer in report.layers} == {()}
     assert (seen(model, INPUT[dims]) & ~before).any()
 
 

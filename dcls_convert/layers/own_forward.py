@@ -1,0 +1,116 @@
+"""See by running it which padding a convolution class with a forward of its own adds.
+
+Such classes are common where padding is not symmetric:
+
+    class CausalConv1d(nn.Conv1d):
+        def forward(self, input):
+            return super().forward(F.pad(input, (self.left, 0)))
+"""
+
+import copy
+import itertools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..geometry import DYNAMIC_SAME, Padding, Pair, extent, padded_cells
+from .padding import widths_of
+
+FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TOLERANCE = 1e-5  # relative, in float32
+MAX_STRIDE = 8  # inputs of as many sizes are tried
+
+
+def padding_seen(conv: nn.Module) -> Padding | None:
+    """Return the padding with which a convolution's forward convolves as its base in torch.nn does.
+
+    A copy with random weights runs on inputs of several sizes, one for each phase of the stride.
+    Its outputs must be those of torch's function for the padded input. Padding is with zeros: the
+    same cells at all sizes, or TensorFlow's SAME rule.
+
+    Args:
+        conv: A convolution whose only parameters are its weight and bias. It may be on the meta
+            device.
+
+    Returns:
+        The padding; None if forward does anything else.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            return _padding_seen(conv)
+    except Exception:  # forward is the user's own
+        return None
+
+
+def _padding_seen(conv: Any) -> Padding | None:
+    twin, weight, bias = _with_random_weights(conv)
+    extents = list(map(extent, conv.kernel_size, conv.dilation))
+    generator = torch.Generator().manual_seed(1)
+    inputs = []
+    outputs = []
+    for phase in range(min(max(conv.stride), MAX_STRIDE)):
+        # Large enough for a few outputs that see no padding.
+        sides = [
+            2 * side + 3 * step + phase for side, step in zip(extents, conv.stride, strict=True)
+        ]
+        shape = (1, conv.in_channels, *sides)
+        inputs.append(torch.randn(shape, generator=generator).requires_grad_())
+        outputs.append(type(conv).forward(twin, inputs[-1]))
+    candidates: list[Padding] = [_numbers(inputs, outputs, extents, conv.stride)]
+    if len(extents) == 2:
+        candidates.append(DYNAMIC_SAME)
+
+    def explains(padding: Padding) -> bool:
+        for input, output in zip(inputs, outputs, strict=True):
+            pairs = padded_cells(padding, input.shape[2:], extents, conv.stride)
+            padded = F.pad(input, widths_of(pairs))
+            function = FUNCTIONS[len(extents)]
+            expected = function(padded, weight, bias, conv.stride, 0, conv.dilation, conv.groups)
+            if expected.shape != output.shape:
+                return False
+            if not (expected - output).norm() <= TOLERANCE * expected.norm():
+                return False
+        return True
+
+    return next(filter(explains, candidates), None)
+
+
+def _with_random_weights(conv: Any) -> tuple[nn.Module, Tensor, Tensor | None]:
+    """Return a shallow copy of a convolution with random weights, and copies of these."""
+    generator = torch.Generator().manual_seed(0)
+    twin = copy.copy(conv)
+    parameters: dict[str, nn.Parameter | None] = {}
+    for name, old in conv._parameters.items():
+        parameters[name] = None
+        if old is not None:
+            parameters[name] = nn.Parameter(torch.randn(old.shape, generator=generator))
+    vars(twin)["_parameters"] = parameters
+    weight = cast(Tensor, parameters["weight"]).detach().clone()
+    bias = parameters.get("bias")
+    return twin, weight, None if bias is None else bias.detach().clone()
+
+
+def _numbers(
+    inputs: list[Tensor], outputs: list[Tensor], extents: list[int], stride: tuple[int, ...]
+) -> tuple[int | Pair, ...]:
+    """Return the cells before and after each axis that explain what the first outputs see.
+
+    padding 2 . . x x x x x     The first output of a kernel of 3 sees input 0 alone,
+            [k k k]             the last of its cells.
+    """
+    first = outputs[0].flatten(2)[..., 0]
+    (gradient,) = torch.autograd.grad(first.sum(), inputs[0])
+    padding: list[int | Pair] = []
+    for axis, (side, step) in enumerate(zip(extents, stride, strict=True)):
+        seen = gradient.movedim(2 + axis, 0).flatten(1).any(1).nonzero()
+        before = side - 1 - int(seen.max())
+        for after in itertools.count():  # ends: outputs are not shorter than their input allows
+            lengths = []
+            for input in inputs:
+                lengths.append((input.shape[2 + axis] + before + after - side) // step + 1)
+            if lengths >= [output.shape[2 + axis] for output in outputs]:
+                break
+        padding.append(before if before == after else (before, after))
+    return tuple(padding)
