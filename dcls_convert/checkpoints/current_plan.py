@@ -12,6 +12,7 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, parameter_count
 from ..networks.pretrained_cfg import stated_args
 from ..networks.source import ModelSource
+from ..networks.wrappers import by_plain_name
 from ..planning.plan import ConversionPlan
 from ..reports.report import predict_report
 from ..weights.loading import differing_num_classes
@@ -64,6 +65,18 @@ def _differing_channels(network: nn.Module, state: Mapping[str, Tensor]) -> int 
     if first not in own or first not in state or own[first].shape == state[first].shape:
         return None
     return state[first].shape[1]
+
+
+def with_current_interpolations(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
+    """Return the plan with the interpolations of the layers, which `round_positions_` changes."""
+    modules = by_plain_name(model.named_modules(remove_duplicate=False))
+    layers = []
+    for layer in plan.layers:
+        module = modules.get(layer.name)
+        if isinstance(module, DclsConvNd):
+            layer = replace(layer, interpolation=module.interpolation)
+        layers.append(layer)
+    return plan if tuple(layers) == plan.layers else plan.with_layers(layers)
 
 
 def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan:

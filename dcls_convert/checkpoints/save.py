@@ -19,6 +19,7 @@ from .current_plan import (
     plan_for_source,
     plan_without_source,
     with_current_args,
+    with_current_interpolations,
 )
 from .fingerprint import NOT_CHECKED, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
@@ -133,7 +134,7 @@ def _as_it_is(
     if isinstance(plan, str | Path):
         plan = open_checkpoint(plan).plan
     check_argument("plan", plan, ConversionPlan)
-    plan = plan_for_features(model, plan)
+    plan = with_current_interpolations(plan_for_features(model, plan), model)
     check_layers(model, plan)
     if source is not None:
         plan = plan_for_source(resolve_model(source), plan)

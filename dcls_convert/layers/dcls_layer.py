@@ -228,6 +228,15 @@ class DclsLayer(CheckedLayer):
             initial_sigma = INTERPOLATIONS[self.interpolation].initial_sigma
             nn.init.constant_(self.sigma, cast(float, initial_sigma))
 
+    def set_interpolation_(self, name: str) -> None:
+        """Change to an interpolation without a sigma."""
+        if find_interpolation(name).has_sigma:
+            raise ValueError(f"interpolation={name!r} needs a sigma")
+        self.interpolation = name
+        self._ways.clear()
+        if not self.is_tied:
+            self.sigma = None
+
     def kernel(self) -> Tensor:
         """Construct the kernel (O, I, *dilated_kernel_size).
 

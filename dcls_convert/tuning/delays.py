@@ -1,0 +1,76 @@
+"""Delays: layers with windows that look back, whose elements become shifts by whole steps.
+
+A Gaussian element with a large sigma sees many steps at once, so its position finds the step that
+matters; then sigma shrinks, and in the end positions are rounded. Source: Hammouamri, Khalfaoui-
+Hassani, Masquelier, "Learning Delays in Spiking Neural Networks using Dilated Convolutions with
+Learnable Spacings", arXiv:2306.17670.
+"""
+
+import math
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..errors import DclsConvertError, check_argument
+from ..layers.dcls_conv import DclsConvNd
+from ..layers.interpolation import INTERPOLATIONS
+from ..networks.position_parameters import exclude_from_weight_decay_, position_parameters
+from ..networks.wrappers import inside_wrappers
+
+ROUNDED = "bilinear"  # an element on a cell lies in this cell alone
+
+
+@torch.no_grad()
+def shrink_sigma_(model: nn.Module, progress: float) -> None:
+    """Set the sigmas of all layers for a step of a training, from half the window to the default.
+
+    What exceeds the least sigma shrinks by a constant factor from step to step. Sigmas are no
+    longer trained. In a training of 150 epochs, of which the first quarter shrinks sigmas, call
+    this at the start of every epoch::
+
+        dcls_convert.tuning.shrink_sigma_(model, epoch / (150 // 4))
+
+    Args:
+        model: May be wrapped (DDP, `torch.compile`).
+        progress: 0 for half the window; from 1 on, the initial sigma of the interpolation.
+
+    Raises:
+        DclsConvertError: `progress` is negative or not finite, or the model has no sigmas.
+    """
+    check_argument("model", model, nn.Module)
+    if not (math.isfinite(progress) and progress >= 0):
+        raise DclsConvertError(f"progress={progress!r} must be a finite number of at least 0")
+    parameters = position_parameters(inside_wrappers(model), "sigma")
+    if not parameters:
+        raise DclsConvertError("the model has no sigmas; convert it with interpolation 'gaussian'")
+    for parameter in parameters:
+        layer = next(iter(parameter.layers.values()))
+        method = INTERPOLATIONS[layer.interpolation]
+        least = cast(float, method.min_sigma)
+        last = cast(float, method.initial_sigma) - least
+        parameter.tensor.requires_grad_(False)
+        for sigma, size in zip(parameter.tensor, parameter.learnt_size, strict=True):
+            first = max(size // 2, last)
+            sigma.fill_(least + first * (last / first) ** min(progress, 1.0))
+
+
+@torch.no_grad()
+def round_positions_(model: nn.Module) -> None:
+    """Round all positions to whole cells, each of which then has its elements alone.
+
+    Layers become bilinear, without sigmas, and their positions are no longer trained. Outputs
+    change by what elements between cells, or wider than one, gave to other cells. Afterwards,
+    `save_converted` takes the plan of the conversion as before.
+
+    Args:
+        model: Changed in place. May be wrapped.
+    """
+    check_argument("model", model, nn.Module)
+    network = inside_wrappers(model)
+    for parameter in position_parameters(network, "positions"):
+        parameter.tensor.round_().requires_grad_(False)
+    for layer in network.modules():
+        if isinstance(layer, DclsConvNd):
+            layer.set_interpolation_(ROUNDED)
+    exclude_from_weight_decay_(network)
