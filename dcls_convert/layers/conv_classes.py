@@ -39,6 +39,18 @@ class ConvTraits:
             return weight
         return self.transform_weight(conv, weight)
 
+    def whole_padding(self, conv: nn.Module) -> Padding:
+        """Return the whole padding of a convolution: its own and what `forward` adds."""
+        if self.padding is not None:
+            return self.padding
+        same_padding = self.same_padding
+        if callable(same_padding):
+            same_padding = same_padding(conv)
+        if same_padding:
+            return DYNAMIC_SAME
+        padding = cast(AnyConv, conv).padding
+        return padding if isinstance(padding, str) else tuple(map(int, padding))
+
 
 PLAIN = ConvTraits()
 _KNOWN_CLASSES: dict[type[nn.Module], ConvTraits] = dict.fromkeys(CONV_CLASSES.values(), PLAIN)
@@ -117,17 +129,7 @@ def traits_of(conv: nn.Module) -> ConvTraits:
 
 def padding_of(conv: AnyConv) -> Padding:
     """Return the whole padding of a replaceable convolution: its own and what `forward` adds."""
-    traits = traits_of(conv)
-    if traits.padding is not None:
-        return traits.padding
-    same_padding = traits.same_padding
-    if callable(same_padding):
-        same_padding = same_padding(conv)
-    if same_padding:
-        return DYNAMIC_SAME
-    if isinstance(conv.padding, str):
-        return conv.padding
-    return tuple(map(int, conv.padding))
+    return traits_of(conv).whole_padding(conv)
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:

@@ -24,7 +24,7 @@ from ..geometry import (
     static_padding,
 )
 from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, padding_of, traits_of, why_not_replaceable
+from .conv_classes import Conv, traits_of, why_not_replaceable
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
 from .padded_conv import padded_conv
@@ -150,17 +150,22 @@ class DclsConvNd(DclsLayer):
             device="meta",  # so that initialisation draws no random numbers
             dtype=conv.weight.dtype,
         )
+        layer.traits = traits_of(conv)
         window = layer.dilated_kernel_size
         check_window(conv.kernel_size, conv.dilation, window, layer.dense_axes, layer.grow)
         layer.padding = grown_padding(
-            padding_of(conv), conv.kernel_size, conv.dilation, window, conv.stride, layer.grow
+            layer.traits.whole_padding(conv),
+            conv.kernel_size,
+            conv.dilation,
+            window,
+            conv.stride,
+            layer.grow,
         )
         if layer.grow:
             layer.kernel_size = tuple(map(extent, conv.kernel_size, conv.dilation))
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
-        layer.traits = traits_of(conv)
         for name in layer.traits.parameters:
             layer.register_parameter(name, getattr(conv, name))
         carry_over_(conv, layer, exclude=_standard_attributes())

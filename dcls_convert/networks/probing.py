@@ -15,7 +15,8 @@ from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 PROBES = 8
 MAX_PROBES = 32
 FIRST_PROBES = 4  # enough for most networks that look to all sides
-FIRST_CELLS = (1, 2)  # which padding by reflection repeats before the first cell
+# Cells from a border that are changed, since padding by reflection repeats them.
+BORDER_CELLS = (0, 1, 2, 4, 8)
 
 RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
 
@@ -134,8 +135,10 @@ def probes_at_borders(table: DependenceTable) -> list[Probe]:
     middle = table.columns[0].probe
     for axis in table.axes:
         last = table.input_shape[axis] - 1
-        for cell in (*FIRST_CELLS, last):
-            probes.append(replace(middle, cells={**middle.cells, axis: (cell, cell)}))
+        for cell in BORDER_CELLS:
+            if 2 * cell < last:
+                for place in (cell, last - cell):
+                    probes.append(replace(middle, cells={**middle.cells, axis: (place, place)}))
     return probes
 
 

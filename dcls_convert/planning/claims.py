@@ -15,7 +15,7 @@ from .plan_options import PlanOptions
 from .rule_files import load_rules
 from .rules import Rule, RuleSet
 
-AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
+AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3", "conv1d")  # in the order of `auto`
 
 NOT_MATCHED = "not matched"  # begins the reason for a site that no rule claims
 

@@ -26,7 +26,7 @@ from ..text import join_with_and, short_list
 from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
-ALL_THE_SAME = "A rule with 'padding: any' converts it all the same"
+ALL_THE_SAME = "A rule with 'grow' or 'padding: any' converts it all the same"
 IF_CAUSAL = "in a causal network, 'grow: back' in a rule lets it grow to one side"
 
 

@@ -14,6 +14,10 @@ NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
     "In a short training, also try --positions kernel.",
 )
+NEAR_THE_OLD_KERNEL = (
+    "Elements start near the old kernel, and need long training to move.",
+    "To learn what lies far back, also try --positions uniform.",
+)
 
 
 def next_steps(done: Conversion, output: Path) -> list[str | Text]:
@@ -22,7 +26,8 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     lines: list[str | Text] = ["", f"Wrote {output}, from {_start(done)}."]
     is_random = not done.takes_authors_elements and request.start == "random"
     if is_random and request.positions == "normal":
-        lines += NEAR_THE_CENTRE
+        is_one_sided = any(layer.grow for layer in done.report.layers)
+        lines += NEAR_THE_OLD_KERNEL if is_one_sided else NEAR_THE_CENTRE
     heading = "Fine-tune it:" if request.trained else "Train it:"
     lines.append(Text(f"{heading}\n", style="bold"))
     code = with_folder(training_code(done.report.model, trained=request.trained), output)

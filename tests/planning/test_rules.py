@@ -218,8 +218,10 @@ def test_auto_prefers_depthwise_convolutions_with_a_side_of_at_least_3():
     small = replace(SITE, kernel_size=(2, 2))
     dense = replace(SITE, kind="dense")
     volume = replace(dense, kernel_size=(1, 3, 3))
-    chosen = [choose_rules("auto", [small, site]).source for site in (SITE, dense, volume)]
-    assert chosen == ["depthwise", "conv3x3", "dense3x3x3"]
+    series = replace(dense, kernel_size=(3,))
+    sites = (SITE, dense, volume, series)
+    chosen = [choose_rules("auto", [small, site]).source for site in sites]
+    assert chosen == ["depthwise", "conv3x3", "dense3x3x3", "conv1d"]
 
 
 # Mistakes, refused in one line with the place.
