@@ -105,7 +105,7 @@ def _numbers(
     padding: list[int | Pair] = []
     for axis, (side, step) in enumerate(zip(extents, stride, strict=True)):
         seen = gradient.movedim(2 + axis, 0).flatten(1).any(1).nonzero()
-        before = side - 1 - int(seen.max())
+        before = max(0, side - 1 - int(seen.max()))  # less is no padding
         for after in itertools.count():  # ends: outputs are not shorter than their input allows
             lengths = []
             for input in inputs:

@@ -109,10 +109,12 @@ def choose_window(
         PlanError: The site cannot take this size.
     """
     window, dense_axes = _window(site, size, rule)
+    if site.reads_attributes is not None and _growing_axes(site, window):
+        measured = [limit.side for limit in site.limits.values() if limit.side is not None]
+        if not measured and rule.grow in (None, "both"):
+            raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, with the attributes kept")
     sides = [_side_to_grow(site, axis, window, rule) for axis in range(site.dims)]
     grow = () if set(sides) == {"both"} else tuple(sides)
-    if site.reads_attributes is not None and not grow and _growing_axes(site, window):
-        raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, and has these attributes")
     check_window(site.kernel_size, site.dilation, window, dense_axes, grow)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, grow)

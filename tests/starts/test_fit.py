@@ -25,6 +25,8 @@ CASES = {
     "1-D": {"shape": (8, 2, 7), "size": (17,), "count": 4},
     "3-D": {"shape": (3, 2, 3, 3, 3), "size": (5, 7, 7), "count": 11},
     "partly dense": {"shape": (3, 2, 3, 3, 3), "size": (3, 7, 7), "dense_axes": (0,), "count": 5},
+    "back": {"shape": (4, 2, 3, 5), "size": (8, 9), "grow": ("back", "both"), "count": 6},
+    "ahead": {"shape": (8, 2, 7), "size": (12,), "grow": ("ahead",), "count": 3},
     "flat": {"shape": (4, 2, 1, 7), "size": (1, 13), "dense_axes": (0,), "count": 4},
 }
 
@@ -36,14 +38,22 @@ def kernels_of(case, layers=3, dtype=torch.float32, seed=0):
 
 def box_for(case, interpolation="bilinear"):
     dilation = case.get("dilation", (1,) * len(case["size"]))
-    return Box(case["shape"][2:], dilation, case["size"], interpolation, case.get("dense_axes", ()))
+    return Box(
+        case["shape"][2:],
+        dilation,
+        case["size"],
+        interpolation,
+        case.get("dense_axes", ()),
+        case.get("grow", ()),
+    )
 
 
 def in_window(kernel, box):
-    """Put the old kernel into the middle of the window, in float64."""
+    """Put the old kernel into its place in the window, in float64."""
     old_cells = []
-    for side, spacing, size in zip(kernel.shape[2:], box.dilation, box.size, strict=True):
-        old_cells.append([cell + size // 2 for cell in grid_positions(side, spacing, size)])
+    shapes = zip(kernel.shape[2:], box.dilation, box.size, box.grow, strict=True)
+    for side, spacing, size, grow in shapes:
+        old_cells.append([cell + size // 2 for cell in grid_positions(side, spacing, size, grow)])
     padded = torch.zeros(*kernel.shape[:2], *box.size, dtype=torch.double)
     padded[:, :, *torch.meshgrid(*map(torch.tensor, old_cells), indexing="ij")] = kernel.double()
     return padded
@@ -97,7 +107,9 @@ def test_the_fit_is_least_squares_and_each_line_is_closer_than_with_the_largest_
     if interpolation != "bilinear":  # elements spread beyond the old kernel, and beyond the box
         return
     for axis_positions, axis in zip(positions, box.axes, strict=True):
-        cells = grid_positions(case["shape"][2 + axis], box.dilation[axis], box.size[axis])
+        cells = grid_positions(
+            case["shape"][2 + axis], box.dilation[axis], box.size[axis], box.grow[axis]
+        )
         assert cells[0] <= float(axis_positions.min())
         assert float(axis_positions.max()) <= cells[-1]
     for kernel, weight in zip(kernels, weights, strict=True):
