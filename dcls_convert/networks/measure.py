@@ -237,7 +237,7 @@ def _find_laws(
         laws.append(laws_of_table)
         if not laws_of_table:
             continue
-        for probe in probes_at_borders(table):
+        for probe in probes_at_borders(table, laws_of_table):
             table.columns.append(run_probe(run, arguments, before, probe))
     return laws
 

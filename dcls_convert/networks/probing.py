@@ -8,15 +8,14 @@ from torch import Tensor
 
 from ..text import join_with_and
 from .inputs import Arguments
-from .laws import find_pairs, is_settled, lost_axes
+from .laws import Law, find_pairs, is_settled, lost_axes
 from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 
 # Probes for a group of axes; each is one run. There are up to MAX_PROBES where strides have phases.
 PROBES = 8
 MAX_PROBES = 32
 FIRST_PROBES = 4  # enough for most networks that look to all sides
-# Cells from a border that are changed, since padding by reflection repeats them.
-BORDER_CELLS = (0, 1, 2, 4, 8)
+BORDER_CELLS = 9  # near a border that are changed, since padding by reflection repeats them
 
 RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
 
@@ -129,16 +128,25 @@ def fill_table(
     return DependenceTable(shape, [column_of(cells) for cells in more_blocks])
 
 
-def probes_at_borders(table: DependenceTable) -> list[Probe]:
-    """Return probes near both ends of each axis, where padding may reflect or wrap around."""
+def probes_at_borders(table: DependenceTable, laws: Sequence[Law]) -> list[Probe]:
+    """Return probes near the ends of axes with laws, where padding may reflect or wrap around.
+
+    Padding before the first cell reflects the first cells, which are later than outputs there, or
+    wraps around to the last one.
+    """
     probes = []
     middle = table.columns[0].probe
     for axis in table.axes:
         last = table.input_shape[axis] - 1
-        for cell in BORDER_CELLS:
-            if 2 * cell < last:
-                for place in (cell, last - cell):
-                    probes.append(replace(middle, cells={**middle.cells, axis: (place, place)}))
+        near = range(min(BORDER_CELLS, last // 2))
+        cells: set[int] = set()
+        for law in laws:
+            if law.pair.input_axis == axis and law.most < math.inf:
+                cells |= {*near, last}
+            elif law.pair.input_axis == axis:
+                cells |= {0, *(last - cell for cell in near)}
+        for cell in sorted(cells):
+            probes.append(replace(middle, cells={**middle.cells, axis: (cell, cell)}))
     return probes
 
 

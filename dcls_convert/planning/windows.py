@@ -20,7 +20,7 @@ from ..geometry import (
     size_text,
     static_padding,
 )
-from ..networks.sites import ConvSite, ModelConvs
+from ..networks.sites import ONE_SIDE, ConvSite, ModelConvs
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from ..text import join_with_and, short_list
 from .layer_plan import LayerPlan
@@ -109,12 +109,10 @@ def choose_window(
         PlanError: The site cannot take this size.
     """
     window, dense_axes = _window(site, size, rule)
-    if site.reads_attributes is not None and _growing_axes(site, window):
-        measured = [limit.side for limit in site.limits.values() if limit.side is not None]
-        if not measured and rule.grow in (None, "both"):
-            raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, with the attributes kept")
     sides = [_side_to_grow(site, axis, window, rule) for axis in range(site.dims)]
     grow = () if set(sides) == {"both"} else tuple(sides)
+    if site.reads_attributes is not None and not grow and _growing_axes(site, window):
+        raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, with the attributes kept")
     check_window(site.kernel_size, site.dilation, window, dense_axes, grow)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, grow)
@@ -182,11 +180,14 @@ def _side_to_grow(site: ConvSite, axis: int, window: Sequence[int], rule: Rule) 
         reason = _why_off_centre(site, axis)
         # Code that pads a map on one side along an axis pads it along the others, too.
         is_padded_elsewhere = any(other.side for other in site.limits.values())
-        if reason is not None and not is_padded_elsewhere:
+        # `choose_window` has a better reason where attributes are read.
+        is_read = site.reads_attributes is not None
+        if reason is not None and not is_padded_elsewhere and not is_read:
             raise NoWindowError(f"{where}{reason}. {ALL_THE_SAME}; {IF_CAUSAL}")
         return "both"
     if limit.side is None:
-        raise NoWindowError(f"{where}{limit.reason}. {ALL_THE_SAME}")
+        too = "; one that grows to one side would, too" if limit.reason == ONE_SIDE else ""
+        raise NoWindowError(f"{where}{limit.reason}{too}. {ALL_THE_SAME}")
     return limit.side
 
 
