@@ -53,6 +53,28 @@ def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels(
                 assert torch.isin(module.weight, cells).all()
 
 
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("side", ["back", "ahead"])
+def test_elements_start_where_the_old_kernel_lies_or_over_what_meets_the_map(side, positions):
+    """The window of 40 cells is longer than the map of 30: its farthest cells meet only padding."""
+    rules = {"format": 1, "rules": [{"match": {}, "grow": side, "dilated_size": 40}]}
+    model = nn.Sequential(nn.Conv1d(64, 64, 5, padding=4))
+    convert_(
+        model,
+        rules=rules,
+        init="random",
+        positions=positions,
+        kernel_count=2,
+        input_size=(64, 30),
+    )
+    found = model[0].positions
+    if side == "ahead":
+        found = -1 - found  # the window's limits are -20 and 19
+    low, high = {"normal": (17 - 3, 17 + 2), "kernel": (15, 19), "uniform": (-10, 19)}[positions]
+    assert low <= found.min() < low + 2
+    assert high - 1 < found.max() <= high
+
+
 @given(map_size=st.tuples(st.integers(1, 9), st.integers(1, 9)), kernel=st.sampled_from([3, 4]))
 def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_exceed_it(
     map_size, kernel

@@ -25,11 +25,13 @@ def slow_overlap(kernels):
     return sum(overlaps) / len(overlaps)
 
 
-def slow_border(elements, size):
-    def at_border(place, side):
-        return side > 1 and (place <= 0.5 - side // 2 or place >= (side - 1) // 2 - 0.5)
+def slow_border(elements, size, grow=("both",) * 3):
+    def at_border(place, side, grow):
+        first = grow != "ahead" and place <= 0.5 - side // 2
+        last = grow != "back" and place >= (side - 1) // 2 - 0.5
+        return side > 1 and (first or last)
 
-    return sum(any(map(at_border, element, size)) for element in elements) / len(elements)
+    return sum(any(map(at_border, element, size, grow)) for element in elements) / len(elements)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,8 @@ def test_statistics_equal_those_of_plain_loops(shape, on_grid, monkeypatch):
         monkeypatch.setattr(position_statistics, "MAX_DISTANCES", max_distances)
         assert overlap_share(positions) == slow_overlap(kernels)
     assert border_share(positions, size) == slow_border(elements, size)
+    grow = ("back", "ahead", "both")[: shape[0]]
+    assert border_share(positions, size, grow) == slow_border(elements, size, grow)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]
     assert rms_per_axis(positions) == pytest.approx([math.sqrt(square) for square in squares])
     assert mean_distance(positions) == pytest.approx(

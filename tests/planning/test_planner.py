@@ -9,6 +9,7 @@ from dcls_convert.conversion.apply_plan import apply_plan_
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.planning.layer_plan import position_groups
+from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.report import predict_report
@@ -98,6 +99,29 @@ def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own(
     for plan in (plan_of(model, None), plan_of(Net(), tie="none")):
         assert not tied(plan)
         assert {layer.tie_group for layer in plan.layers} == {None}
+
+
+def test_layers_are_tied_only_if_their_windows_grow_alike():
+    rules = {
+        "format": 1,
+        "rules": [
+            {"match": {"path": "layer*.0"}, "grow": "back"},
+            {"match": {"path": "layer*.1"}, "grow": ["back", "ahead"]},
+            {"match": {"path": "layer*.[23]"}, "grow": "back"},
+        ],
+    }
+    model = Net(lambda: [depthwise() for _ in range(4)])
+    plan = plan_of(model, rules=rules)
+    assert {tuple(layer.name[-1] for layer in group) for group in tied(plan)} == {("0", "2", "3")}
+    assert ConversionPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_an_axis_along_which_a_window_does_not_grow_has_no_side():
+    rules = rules_with("grow: back")
+    (layer,) = plan_of(nn.Sequential(depthwise()), None, dilated_size=[9, 3], rules=rules).layers
+    assert layer.grow == ("back", "both")
+    (layer,) = plan_of(nn.Sequential(depthwise()), None, dilated_size=[3, 3], rules=rules).layers
+    assert layer.grow == ()
 
 
 # Windows.

@@ -107,6 +107,21 @@ def test_elements_are_counted_where_they_are():
     torch.testing.assert_close(heat_map(row).double(), expected.double())
 
 
+@pytest.mark.parametrize(
+    ("rule", "size", "rows", "columns"),
+    [
+        ("", (9, 11), (-3.5, 3.5), (-3.5, 3.5)),
+        ("grow: [back, both]", (10, 11), (-2.5, 4.5), (-3.5, 3.5)),
+        ("grow: [both, ahead]", (9, 12), (-3.5, 3.5), (-6.5, 0.5)),
+    ],
+)
+def test_the_old_kernel_is_drawn_where_it_lies(rule, size, rows, columns):
+    model, plan = convert_module(depthwise(), (4, 16, 16), size, rule)
+    (old,) = rows_of(model, plan)[0].axes[0].patches
+    assert (old.get_y(), old.get_y() + old.get_height()) == rows
+    assert (old.get_x(), old.get_x() + old.get_width()) == columns
+
+
 @pytest.mark.parametrize("suffix", [".PNG", ".svg", ".pdf"])
 def test_a_figure_is_a_file_without_a_date(suffix):
     model, plan = model_and_plan("dense")
