@@ -19,8 +19,8 @@ from ..geometry import DYNAMIC_SAME, Padding, Pair, extent, padded_cells
 from .padding import widths_of
 
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-TOLERANCE = 1e-5  # relative, in float32
-MAX_STRIDE = 8  # inputs of as many sizes are tried
+MAX_ERROR = 1e-5  # relative, of outputs in float32
+MAX_PHASES = 8  # of the stride; inputs of as many sizes are tried
 
 
 def padding_seen(conv: nn.Module) -> Padding | None:
@@ -50,7 +50,7 @@ def _padding_seen(conv: Any) -> Padding | None:
     generator = torch.Generator().manual_seed(1)
     inputs = []
     outputs = []
-    for phase in range(min(max(conv.stride), MAX_STRIDE)):
+    for phase in range(min(max(conv.stride), MAX_PHASES)):
         # Large enough for a few outputs that see no padding.
         sides = [
             2 * side + 3 * step + phase for side, step in zip(extents, conv.stride, strict=True)
@@ -70,7 +70,7 @@ def _padding_seen(conv: Any) -> Padding | None:
             expected = function(padded, weight, bias, conv.stride, 0, conv.dilation, conv.groups)
             if expected.shape != output.shape:
                 return False
-            if not (expected - output).norm() <= TOLERANCE * expected.norm():
+            if not (expected - output).norm() <= MAX_ERROR * expected.norm():
                 return False
         return True
 

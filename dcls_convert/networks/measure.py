@@ -31,14 +31,14 @@ from .model_outputs import comparable, finite_share, relative_error, tensors_in
 from .probing import (
     CannotMeasureError,
     RunOutputs,
-    probes_at_borders,
+    columns_at_borders,
     run_probe,
     tables_of,
 )
 from .running import Run, running, without_small_parameters
 from .sites import ONE_SIDE
 from .stand_ins import StandIn, in_place, with_window
-from .table import MIN_CELLS, DependenceTable
+from .table import MIN_CELLS, DependenceColumn, DependenceTable
 
 # Relative error of outputs that count as equal. They are equal to the last bit, except where torch
 # adds numbers in no fixed order.
@@ -59,11 +59,9 @@ class Dependence:
     arguments: Arguments
     tables: Sequence[DependenceTable]
     laws: Sequence[Sequence[Law]]  # of each table
-
-    @property
-    def has_laws(self) -> bool:
-        """True if there is something that windows may break."""
-        return any(self.laws)
+    # Of each table: those of the table, and others near borders. Only outputs that change in a
+    # column may break a law there.
+    columns: Sequence[Sequence[DependenceColumn]]
 
     @property
     def outputs_look(self) -> Literal["back", "ahead"] | None:
@@ -91,7 +89,7 @@ class Dependence:
             windows: Of the convolutions, by name.
             grow: How windows grow along each axis, by name; by default, to both sides.
         """
-        if not self.has_laws:
+        if not any(self.laws):
             return {}
         grow = grow or {}
         items = []
@@ -138,10 +136,8 @@ class Dependence:
         before = run(self.arguments)
         if finite_share(before) < MIN_FINITE:
             return "with a larger window, (nearly) no output is a finite number"
-        for table, laws in zip(self.tables, self.laws, strict=True):
-            if not laws:
-                continue
-            for column in table.columns:
+        for columns, laws in zip(self.columns, self.laws, strict=True):
+            for column in columns:
                 now = run_probe(run, self.arguments, before, column.probe)
                 new = now.without(column)
                 for law in laws:
@@ -207,10 +203,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         dependence = None
         try:
             tables, not_measured = tables_of(outputs, arguments, before)
-            laws = _find_laws(outputs, arguments, before, tables)
-            dependence = Dependence(
-                model=model, convs=free, arguments=arguments, tables=tables, laws=laws
-            )
+            dependence = _dependence(model, free, outputs, arguments, before, tables)
         except CannotMeasureError as error:
             not_measured = str(error)
         except Exception as error:  # the network's own code
@@ -223,23 +216,29 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     )
 
 
-def _find_laws(
-    run: RunOutputs, arguments: Arguments, before: list[Tensor], tables: Sequence[DependenceTable]
-) -> list[list[Law]]:
-    """Return the laws of each table; add columns near the borders to those that have some.
-
-    A larger window may reach a border, where padding reflects or wraps around. Outputs that break a
-    law there already may do so later, too, and no others.
-    """
-    laws = []
+def _dependence(
+    model: nn.Module,
+    convs: Mapping[str, Conv],
+    run: RunOutputs,
+    arguments: Arguments,
+    before: list[Tensor],
+    tables: Sequence[DependenceTable],
+) -> Dependence:
+    """Read laws off tables, and add columns near borders where there are some."""
+    extents: set[int] = set()
+    for conv in convs.values():
+        extents.update(map(extent, conv.kernel_size, conv.dilation))
+    laws: list[list[Law]] = []
+    columns: list[list[DependenceColumn]] = []
     for table in tables:
-        laws_of_table = laws_of(table)
-        laws.append(laws_of_table)
-        if not laws_of_table:
-            continue
-        for probe in probes_at_borders(table, laws_of_table):
-            table.columns.append(run_probe(run, arguments, before, probe))
-    return laws
+        laws.append(laws_of(table))
+        columns.append([])
+        if laws[-1]:
+            borders = columns_at_borders(run, arguments, before, table, laws[-1], extents)
+            columns[-1] = [*table.columns, *borders]
+    return Dependence(
+        model=model, convs=convs, arguments=arguments, tables=tables, laws=laws, columns=columns
+    )
 
 
 def _first_run(

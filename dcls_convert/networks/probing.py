@@ -1,7 +1,7 @@
 """Fill tables: change cells of a network's inputs until it shows what its outputs depend on."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 PROBES = 8
 MAX_PROBES = 32
 FIRST_PROBES = 4  # enough for most networks that look to all sides
-BORDER_CELLS = 9  # near a border that are changed, since padding by reflection repeats them
+MAX_BORDER_CELLS = 24  # near a border that are changed, since padding by reflection repeats them
 
 RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
 
@@ -128,26 +128,43 @@ def fill_table(
     return DependenceTable(shape, [column_of(cells) for cells in more_blocks])
 
 
-def probes_at_borders(table: DependenceTable, laws: Sequence[Law]) -> list[Probe]:
-    """Return probes near the ends of axes with laws, where padding may reflect or wrap around.
+def columns_at_borders(
+    run: RunOutputs,
+    arguments: Arguments,
+    before: list[Tensor],
+    table: DependenceTable,
+    laws: Sequence[Law],
+    extents: Collection[int],
+) -> list[DependenceColumn]:
+    """Return columns near the ends of axes with laws, where padding may reflect or wrap around.
 
     Padding before the first cell reflects the first cells, which are later than outputs there, or
-    wraps around to the last one.
+    wraps around to the last cell. An output that sees one of these cells may see nearer ones, too:
+    so each column has the outputs that change with a cell farther from the border.
+
+    Args:
+        run, arguments, before: The network's run, what it is called with, and its outputs.
+        table: The table.
+        laws: Its laws.
+        extents: Of the kernels; padding has as many cells, less one.
     """
-    probes = []
+    border = min(2 * max(extents), MAX_BORDER_CELLS)
+    sides = {(law.pair.input_axis, law.side) for law in laws}
     middle = table.columns[0].probe
-    for axis in table.axes:
+    columns: list[DependenceColumn] = []
+    for axis, side in sorted(sides):
         last = table.input_shape[axis] - 1
-        near = range(min(BORDER_CELLS, last // 2))
-        cells: set[int] = set()
-        for law in laws:
-            if law.pair.input_axis == axis and law.most < math.inf:
-                cells |= {*near, last}
-            elif law.pair.input_axis == axis:
-                cells |= {0, *(last - cell for cell in near)}
-        for cell in sorted(cells):
-            probes.append(replace(middle, cells={**middle.cells, axis: (cell, cell)}))
-    return probes
+        near = range(min(border, last // 2))
+        cells = [last, *reversed(near)]
+        if side == "ahead":
+            cells = [last - cell for cell in cells]
+        farther = None
+        for cell in cells:
+            probe = replace(middle, cells={**middle.cells, axis: (cell, cell)})
+            column = run_probe(run, arguments, before, probe)
+            farther = column if farther is None else column.joined(farther)
+            columns.append(farther)
+    return columns
 
 
 def spread_blocks(

@@ -103,10 +103,6 @@ class AllowedWindows(Protocol):
     """Says which windows a network allows, by running it (see `measure.Dependence`)."""
 
     @property
-    def has_laws(self) -> bool:
-        """True if there is something that windows may break."""
-
-    @property
     def outputs_look(self) -> Literal["back", "ahead"] | None:
         """To which side alone outputs look; None if some look to both, or not all to one."""
 

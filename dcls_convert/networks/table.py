@@ -80,10 +80,17 @@ class DependenceColumn:
         return all(mask is not None and not mask.any() for mask in self.changed)
 
     def without(self, other: "DependenceColumn") -> "DependenceColumn":
-        """Return the column without the outputs that change in another one of the same probe."""
+        """Return the column without the outputs that change in another one."""
         masks: list[Tensor | None] = []
         for mask, known in zip(self.changed, other.changed, strict=True):
             masks.append(None if mask is None or known is None else mask & ~known)
+        return DependenceColumn(self.probe, masks)
+
+    def joined(self, other: "DependenceColumn") -> "DependenceColumn":
+        """Return the column with the outputs that change in another one, too."""
+        masks: list[Tensor | None] = []
+        for mask, more in zip(self.changed, other.changed, strict=True):
+            masks.append(None if mask is None or more is None else mask | more)
         return DependenceColumn(self.probe, masks)
 
     def cells(self, output: int, axis: int, lines: Sequence[AxisPair] = ()) -> list[int]:

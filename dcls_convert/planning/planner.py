@@ -213,7 +213,7 @@ def _measured_drafts(
     A window that the network does not allow grows to one side, or is taken out. Then, "auto" may
     find another size, so the network is measured again.
     """
-    if convs.dependence is not None and convs.dependence.has_laws:
+    if convs.dependence is not None:
         convs = _with_broken(
             convs, _broken_if_all_grew_to_both_sides(convs, rules, rule_of, options)
         )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcls_convert import convert_, find_convs
+from dcls_convert import convert_, find_convs, plan_conversion
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.laws import find_pairs
 from dcls_convert.planning.rule_files import parse_rules
@@ -229,6 +229,31 @@ def test_windows_do_not_let_causal_networks_look_ahead(name, has_example):
 
     example = 0.1 + 0.9 * torch.rand(1, *size) if has_example else None
     assert not looks_too_far(build, allowed, size, example, **options)
+
+
+def reflected_behind(x, c):
+    """Behind the convolution, the first outputs see later cells, whatever its window."""
+    x = c(F.pad(x, (2, 0)))
+    padded = F.pad(x, (5, 0), mode="reflect")
+    return padded[..., :-5] + x
+
+
+def reflected_before(x, c):
+    """With a longer window, more outputs would see the cells that are reflected."""
+    return c(F.pad(x, (2, 0), mode="reflect"))
+
+
+def test_what_outputs_see_at_a_border_already_is_no_reason_to_stay():
+    rules = parse_rules("format: 1\nrules: [{match: {}}]")
+    plans = {}
+    for use in (reflected_behind, reflected_before):
+        convs = find_convs(Call(use, conv(1, padding=0)), (2, 40))
+        try:
+            plans[use] = plan_conversion(convs, rules, dilated_size=9).layers[0].grow
+        except NothingMatchesError as problem:
+            plans[use] = str(problem)
+    assert plans[reflected_behind] == ("back",)
+    assert "one that grows to one side would, too" in plans[reflected_before]
 
 
 # Outputs that do not look at their own place.
