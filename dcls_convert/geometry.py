@@ -16,6 +16,7 @@ Padding = str | tuple[int | Pair, ...]
 # How a window is larger than the old kernel along an axis: its new cells lie on both sides of the
 # kernel, before it, or behind it.
 Grow = Literal["both", "back", "ahead"]
+Side = Literal["back", "ahead"]
 
 
 def plain_numbers(value: Any) -> Any:
@@ -270,6 +271,14 @@ def grid_positions(kernel_size: int, dilation: int, window: int, grow: Grow = "b
     before, _ = new_cells(window, extent(kernel_size, dilation), grow)
     first = before - window // 2
     return [first + index * dilation for index in range(kernel_size)]
+
+
+def old_centre(old_limits: Pair, grow: Grow) -> float:
+    """Return the position around which elements start along an axis: the old kernel's middle.
+
+    In a window that grows to both sides, it is the window's own centre, 0.
+    """
+    return 0.0 if grow == "both" else sum(old_limits) / 2
 
 
 def position_limits(size: int) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def cautions(plan: ConversionPlan) -> list[str]:
             "Other code may use them, and larger windows may look ahead in a causal network"
         )
     for overruled in plan.overruled:
-        found.append(f"windows grow as the rules say, although {overruled}")
+        found.append(f"by a rule, windows grow where outputs did not look: {overruled}")
     if plan.macs is not None and plan.macs_note is not None:
         found.append(
             f"the MACs are too low: {plan.macs_note}. Sizes that depend on them may differ"

@@ -150,8 +150,16 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     reason = _why_weight_unusual(cast(Conv, conv).weight)
     if reason is not None:
         return reason
+    if getattr(conv, "is_folded", False):
+        return (
+            "it is folded from a window that grows to one side; convert the network as it was "
+            "before, with a larger size"
+        )
     traits = find_traits(conv)
     if traits is None:
+        reason = _why_parameters_unknown(conv, PLAIN)
+        if reason is not None:
+            return reason
         return (
             f"{class_name} has a forward of its own that is not known here "
             "(declare it with dcls_convert.register_conv)"
@@ -159,12 +167,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     reason = _why_parameters_unknown(conv, traits)
     if reason is not None:
         return reason
-    members = list(dict(conv.named_buffers(recurse=False)))
-    for name, child in conv.named_children():
-        # What a module without tensors pads was seen together with the forward that calls it.
-        if traits.padding is None or child.state_dict():
-            members.append(name)
-    if members:
+    members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
+    # What a module in it pads was seen together with the forward that calls it.
+    if members and traits.padding is None:
         names = ", ".join(sorted(members))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"
     return None

@@ -148,16 +148,21 @@ class DclsLayer(CheckedLayer):
             self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
     def _set_grow(self, grow: Grow | Sequence[Grow]) -> None:
-        """Set how the window grows, from one cell; `from_conv` knows the kernel."""
-        axes = [grow] * self.dims if isinstance(grow, str) else grow
-        sides = sides_of(axes, self.dims)
-        if len(sides) != self.dims or not set(sides) <= set(get_args(Grow)):
+        """Set how the window grows: to one side, from one cell; `from_conv` knows the kernel."""
+        axes: Any = [grow] * self.dims if isinstance(grow, str) else grow
+        sides: tuple[Grow, ...] = ()
+        if isinstance(axes, Sequence):
+            sides = sides_of(axes, self.dims)
+        if len(sides) != self.dims or not all(side in get_args(Grow) for side in sides):
             raise ValueError(
                 f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
             )
         if set(sides) != {"both"}:
             self.grow = sides
-            self.kernel_size = self.on_every_axis(1)
+            self.kernel_size = tuple(
+                size if side == "both" else 1
+                for size, side in zip(self.dilated_kernel_size, sides, strict=True)
+            )
 
     @property
     def new_cells(self) -> list[Pair]:

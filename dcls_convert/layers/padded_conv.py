@@ -21,6 +21,8 @@ class _Padded:
     widths: list[int]  # to pad as the mode says, as F.pad takes them
     zeros: list[int]  # to pad with zeros around that
     pad_mode: str
+    adds_zeros: bool
+    is_folded = True  # `kernel_size` is not that of the weight: see `DclsConvNd.from_conv`
     weight: Tensor
 
     def extra_repr(self) -> str:
@@ -35,7 +37,9 @@ class PaddedConv1d(_Padded, nn.Conv1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pad and convolve: (N, in_channels, length) -> (N, out_channels, length)."""
-        input = F.pad(F.pad(input, self.widths, mode=self.pad_mode), self.zeros)
+        input = F.pad(input, self.widths, mode=self.pad_mode)
+        if self.adds_zeros:
+            input = F.pad(input, self.zeros)
         return F.conv1d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
@@ -44,7 +48,9 @@ class PaddedConv2d(_Padded, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
-        input = F.pad(F.pad(input, self.widths, mode=self.pad_mode), self.zeros)
+        input = F.pad(input, self.widths, mode=self.pad_mode)
+        if self.adds_zeros:
+            input = F.pad(input, self.zeros)
         return F.conv2d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
@@ -53,7 +59,9 @@ class PaddedConv3d(_Padded, nn.Conv3d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
-        input = F.pad(F.pad(input, self.widths, mode=self.pad_mode), self.zeros)
+        input = F.pad(input, self.widths, mode=self.pad_mode)
+        if self.adds_zeros:
+            input = F.pad(input, self.zeros)
         return F.conv3d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
@@ -83,5 +91,6 @@ def padded_conv(
     by_mode, zeros = padding_with_new_cells(padding, new, padding_mode)
     conv.widths = widths_of(by_mode)
     conv.zeros = widths_of(zeros)
+    conv.adds_zeros = any(map(any, zeros))
     conv.pad_mode = torch_mode(padding_mode)
     return cast(Conv, conv)

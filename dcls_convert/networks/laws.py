@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 import torch
 
+from ..geometry import Side
 from .sites import ONE_SIDE
 from .table import MIN_CELLS, SLACK, AxisPair, DependenceColumn, DependenceTable, Interval
 
@@ -50,7 +50,7 @@ class Law:
     hole: Interval = (0, 0)
 
     @property
-    def side(self) -> Literal["back", "ahead"]:
+    def side(self) -> Side:
         """To which side alone outputs look, by a law with the reason ONE_SIDE."""
         return "back" if self.most < math.inf else "ahead"
 

@@ -14,13 +14,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
-from ..geometry import Grow, extent
+from ..geometry import Grow, Side, extent
 from ..layers.conv_classes import Conv
 from ..options import MAX_PIXELS
 from ..text import one_line
@@ -64,7 +64,7 @@ class Dependence:
     columns: Sequence[Sequence[DependenceColumn]]
 
     @property
-    def outputs_look(self) -> Literal["back", "ahead"] | None:
+    def outputs_look(self) -> Side | None:
         """To which side alone all outputs look; None if there is no such side."""
         sides = set()
         outputs = {pair.output for table in self.tables for pair in find_pairs(table)}

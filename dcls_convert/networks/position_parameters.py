@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import check_argument
-from ..geometry import Grow, along_learnt_axes, sides_of
+from ..geometry import Grow, along_learnt_axes, old_centre, position_limits, sides_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 
@@ -40,6 +40,17 @@ class PositionParameter:
         first = next(iter(self.layers.values()))
         sides = sides_of(first.grow, first.dims)
         return [sides[axis] for axis in first.learnt_axes]
+
+    @property
+    def old_centre(self) -> list[float]:
+        """`geometry.old_centre` along each learnt axis."""
+        first = next(iter(self.layers.values()))
+        centre = []
+        for axis, grow in zip(first.learnt_axes, self.learnt_sides, strict=True):
+            low, high = position_limits(first.dilated_kernel_size[axis])
+            before, after = first.new_cells[axis]
+            centre.append(old_centre((low + before, high - after), grow))
+        return centre
 
 
 def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:

@@ -4,11 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from ..geometry import Grow, Padding, size_text
+from ..geometry import Grow, Padding, Side, size_text
 from .input_tensors import Inputs
 
 # Why a window must not grow to both sides in a network that looks to one side only.
@@ -65,11 +65,11 @@ class OldConv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AxisLimit:
+class GrowthLimit:
     """Why a window must not grow to both sides along an axis, and to which side it may."""
 
     reason: str
-    side: Grow | None  # "back" or "ahead"; None if to neither
+    side: Side | None  # None if to neither
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class ConvSite(OldConv):
     # grows to one side; None if it does not.
     reads_attributes: str | None = None
     # Axes along which windows must not grow to both sides; found when they are chosen.
-    limits: Mapping[int, AxisLimit] = field(default_factory=dict)
+    growth_limits: Mapping[int, GrowthLimit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class AllowedWindows(Protocol):
     """Says which windows a network allows, by running it (see `measure.Dependence`)."""
 
     @property
-    def outputs_look(self) -> Literal["back", "ahead"] | None:
+    def outputs_look(self) -> Side | None:
         """To which side alone outputs look; None if some look to both, or not all to one."""
 
     def broken_by(

@@ -17,6 +17,7 @@ from ..geometry import (
     extent,
     grid_positions,
     learnt_axes,
+    old_centre,
     position_limits,
     sides_of,
 )
@@ -121,15 +122,8 @@ class LayerPlan(OldConv):
 
     @property
     def old_centre(self) -> tuple[float, ...]:
-        """Position around which elements start, along each learnt axis: in the old kernel's middle.
-
-        In a window that grows to both sides, this is its own centre, 0.
-        """
-        centre = []
-        for axis, (first, last) in zip(self.learnt_axes, self.old_limits, strict=True):
-            is_central = self.sides[axis] == "both"
-            centre.append(0.0 if is_central else (first + last) / 2)
-        return tuple(centre)
+        """`geometry.old_centre` along each learnt axis."""
+        return tuple(map(old_centre, self.old_limits, self.learnt_sides))
 
     @property
     def useful_limits(self) -> list[Pair]:

@@ -12,7 +12,7 @@ from ..errors import NothingMatchesError, PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
 from ..networks.input_tensors import image_inputs
-from ..networks.sites import ONE_SIDE, AxisLimit, ConvSite, ModelConvs, OldConv, Skipped
+from ..networks.sites import ONE_SIDE, ConvSite, GrowthLimit, ModelConvs, OldConv, Skipped
 from ..networks.source import ModelSource
 from ..options import (
     AUTO,
@@ -20,7 +20,6 @@ from ..options import (
     ERROR_SCOPE,
     EXACT,
     INTERPOLATION_NAMES,
-    MAX_WINDOW,
     parse_percent,
 )
 from ..text import count_text, one_line, short_list
@@ -32,6 +31,8 @@ from .plan_options import PlanArguments, PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
 from .windows import NoWindowError, choose_window, notes_on, recommended_size, window_to_try
+
+SIZE_TO_TRY = "+4"  # to see whether windows may grow to both sides, where "auto" will choose a size
 
 
 def plan_conversion(
@@ -269,12 +270,14 @@ def _broken_if_all_grew_to_both_sides(
     assert convs.dependence is not None
     size: Any = options.dilated_size
     if size == AUTO:
-        size = f"+{MAX_WINDOW - 1}"
+        size = SIZE_TO_TRY
     windows = {}
     for site in convs.sites:
         if site.name not in rule_of:
             continue
         rule = rules.rules[rule_of[site.name]]
+        if _is_stated(rule):
+            continue
         stated_size: Any = rule.dilated_size or rules.defaults.dilated_size or size
         with contextlib.suppress(PlanError):  # raised again for the draft
             windows[site.name] = window_to_try(site, stated_size, rule)
@@ -292,14 +295,16 @@ def _with_broken(convs: ModelConvs, broken: Mapping[str, Mapping[int, str]]) -> 
     """
     sites = []
     for site in convs.sites:
-        limits = dict(site.limits)
+        limits = dict(site.growth_limits)
         for axis, reason in broken.get(site.name, {}).items():
             tried = limits.get(axis)
             if tried is None:
-                limits[axis] = AxisLimit(reason=reason, side="back" if reason == ONE_SIDE else None)
+                limits[axis] = GrowthLimit(
+                    reason=reason, side="back" if reason == ONE_SIDE else None
+                )
             else:
                 limits[axis] = replace(tried, side="ahead" if tried.side == "back" else None)
-        sites.append(replace(site, limits=limits))
+        sites.append(replace(site, growth_limits=limits))
     return replace(convs, sites=tuple(sites))
 
 

@@ -240,6 +240,8 @@ other keys say."""
 
     @model_validator(mode="after")
     def _skips_or_converts(self) -> Self:
+        if self.grow is not None and self.padding == "any":
+            raise ValueError("grow says to which sides windows grow; omit 'padding: any'")
         if self.skip is None:
             return self
         stated = []

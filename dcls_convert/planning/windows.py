@@ -27,7 +27,7 @@ from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
 ALL_THE_SAME = "A rule with 'grow' or 'padding: any' converts it all the same"
-IF_CAUSAL = "in a causal network, 'grow: back' in a rule lets it grow to one side"
+IF_CAUSAL = "if the network is causal, 'grow: back' in a rule lets it grow to one side"
 
 
 class NoWindowError(PlanError):
@@ -112,7 +112,7 @@ def choose_window(
     sides = [_side_to_grow(site, axis, window, rule) for axis in range(site.dims)]
     grow = () if set(sides) == {"both"} else tuple(sides)
     if site.reads_attributes is not None and not grow and _growing_axes(site, window):
-        raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, with the attributes kept")
+        raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, which keeps the attributes")
     check_window(site.kernel_size, site.dilation, window, dense_axes, grow)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, grow)
@@ -129,6 +129,7 @@ def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -
     for axis in _growing_axes(site, window):
         sides[axis] += (sides[axis] - extent(site.kernel_size[axis], site.dilation[axis])) % 2
     check_window(site.kernel_size, site.dilation, sides, dense_axes)
+    check_cells(site.out_channels * site.in_channels // site.groups, sides)
     return tuple(sides)
 
 
@@ -175,11 +176,12 @@ def _side_to_grow(site: ConvSite, axis: int, window: Sequence[int], rule: Rule) 
     if rule.padding == "any":
         return "both"
     where = "" if site.dims == 1 else f"along axis {axis}, "
-    limit = site.limits.get(axis)
+    limit = site.growth_limits.get(axis)
     if limit is None:
         reason = _why_off_centre(site, axis)
-        # Code that pads a map on one side along an axis pads it along the others, too.
-        is_padded_elsewhere = any(other.side for other in site.limits.values())
+        # Other code pads the map, since it looks to one side along another axis. Whether it pads it
+        # along this axis, too, is not known; outputs look to both sides along it all the same.
+        is_padded_elsewhere = any(other.side for other in site.growth_limits.values())
         # `choose_window` has a better reason where attributes are read.
         is_read = site.reads_attributes is not None
         if reason is not None and not is_padded_elsewhere and not is_read:

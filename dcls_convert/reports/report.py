@@ -289,7 +289,9 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         )
         warnings.append(Text(printable(sentence)))
     for overruled in report.overruled:
-        warnings.append(Text(printable(f"As the rules say, although measured: {overruled}")))
+        warnings.append(
+            Text(printable(f"By a rule, windows grow where outputs did not look: {overruled}"))
+        )
     for warning in warnings:
         warning.stylize("yellow")
     return warnings

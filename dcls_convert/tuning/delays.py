@@ -7,6 +7,7 @@ Learnable Spacings", arXiv:2306.17670.
 """
 
 import math
+from numbers import Real
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from ..layers.interpolation import INTERPOLATIONS
 from ..networks.position_parameters import exclude_from_weight_decay_, position_parameters
 from ..networks.wrappers import inside_wrappers
 
+GAUSSIAN = "gaussian"
 ROUNDED = "bilinear"  # an element on a cell lies in this cell alone
 
 
@@ -26,29 +28,32 @@ def shrink_sigma_(model: nn.Module, progress: float) -> None:
     """Set the sigmas of all layers for a step of a training, from half the window to the default.
 
     What exceeds the least sigma shrinks by a constant factor from step to step. Sigmas are no
-    longer trained. In a training of 150 epochs, of which the first quarter shrinks sigmas, call
-    this at the start of every epoch::
+    longer trained: call this once before you make the optimizer and DDP. In a training of 150
+    epochs, of which the first quarter shrinks sigmas, call it at the start of every epoch::
 
         dcls_convert.tuning.shrink_sigma_(model, epoch / (150 // 4))
 
     Args:
-        model: May be wrapped (DDP, `torch.compile`).
+        model: Has Gaussian elements. May be wrapped (DDP, `torch.compile`).
         progress: 0 for half the window; from 1 on, the initial sigma of the interpolation.
 
     Raises:
-        DclsConvertError: `progress` is negative or not finite, or the model has no sigmas.
+        DclsConvertError: `progress` is not a finite number of at least 0, or no layer has Gaussian
+            elements.
     """
     check_argument("model", model, nn.Module)
-    if not (math.isfinite(progress) and progress >= 0):
+    if not (isinstance(progress, Real) and math.isfinite(progress) and progress >= 0):
         raise DclsConvertError(f"progress={progress!r} must be a finite number of at least 0")
-    parameters = position_parameters(inside_wrappers(model), "sigma")
+    parameters = []
+    for parameter in position_parameters(inside_wrappers(model), "sigma"):
+        if next(iter(parameter.layers.values())).interpolation == GAUSSIAN:
+            parameters.append(parameter)
     if not parameters:
-        raise DclsConvertError("the model has no sigmas; convert it with interpolation 'gaussian'")
+        raise DclsConvertError("the model has no Gaussian elements; convert it with gaussian")
+    method = INTERPOLATIONS[GAUSSIAN]
+    least = cast(float, method.min_sigma)
+    last = cast(float, method.initial_sigma) - least
     for parameter in parameters:
-        layer = next(iter(parameter.layers.values()))
-        method = INTERPOLATIONS[layer.interpolation]
-        least = cast(float, method.min_sigma)
-        last = cast(float, method.initial_sigma) - least
         parameter.tensor.requires_grad_(False)
         for sigma, size in zip(parameter.tensor, parameter.learnt_size, strict=True):
             first = max(size // 2, last)
@@ -64,12 +69,19 @@ def round_positions_(model: nn.Module) -> None:
     `save_converted` takes the plan of the conversion as before.
 
     Args:
-        model: Changed in place. May be wrapped.
+        model: Changed in place. May be wrapped; DDP must be made anew to train on.
+
+    Raises:
+        DclsConvertError: The model has no DCLS layers.
     """
     check_argument("model", model, nn.Module)
     network = inside_wrappers(model)
-    for parameter in position_parameters(network, "positions"):
+    parameters = position_parameters(network, "positions")
+    if not parameters:
+        raise DclsConvertError("the model has no DCLS layers")
+    for parameter in parameters:
         parameter.tensor.round_().requires_grad_(False)
+        parameter.tensor.grad = None  # or an optimizer would move it once more
     for layer in network.modules():
         if isinstance(layer, DclsConvNd):
             layer.set_interpolation_(ROUNDED)

@@ -38,7 +38,9 @@ class TrackedPositions:
     # in the first record of a tracker.
     speed: Cells | None
     border_share: Share  # share of elements at the border; if large, the window is too small
-    spread: Cells | None  # root mean square of the coordinates from the kernel's centre, in cells
+    # Root mean square of the coordinates from the kernel's centre, in cells; where a window grows
+    # to one side, from the old kernel's.
+    spread: Cells | None
     # Learning rate of the positions, relative to that of the weight of their first layer. None if
     # the tracker was given no optimizer, if the optimizer lacks one of the two, or if the weight's
     # rate is 0.
@@ -124,10 +126,12 @@ class PositionTracker:
             positions: Any = parameter.tensor.detach()  # (A, *C, E)
             if is_sharded(positions):
                 positions = positions.full_tensor()
+            centre = positions.new_tensor(parameter.old_centre)
+            from_centre = positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
             rows[name] = TrackedPositions(
                 speed=self._speed(name, positions, step),
                 border_share=border_share(positions, parameter.learnt_size, parameter.learnt_sides),
-                spread=_finite(in_double(positions).square().mean().sqrt()),
+                spread=_finite(in_double(from_centre).square().mean().sqrt()),
                 lr_ratio=_lr_ratio(parameter, rate_of),
             )
             self._last_positions[name] = positions.clone()

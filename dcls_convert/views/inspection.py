@@ -27,8 +27,8 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     ]
     if any(row.grow for row in rows):
         lines.append(
-            "Windows that grow to one side: the kernel is the old one, at the window's end, and "
-            "Border counts the other end."
+            "In windows that grow to one side, distances count from the old kernel, and Border "
+            "counts the end to which the window grows."
         )
     if any(row.mean_sigma is not None for row in rows):
         lines.append("Sigma: mean width of the elements, in cells.")

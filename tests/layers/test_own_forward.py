@@ -117,18 +117,67 @@ class BySize(nn.Conv1d):
         return super().forward(F.pad(x, (2 + x.shape[-1] % 2, 0)))
 
 
-@pytest.mark.parametrize("cls", [Scaled, Demeaned, Reflected, Cropped, WithCache])
+class Streaming(nn.Conv1d):
+    """Keeps past steps."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.past = None
+
+    def forward(self, x):
+        self.past = x[..., -2:]
+        return super().forward(F.pad(x, (2, 0)))
+
+
+class Dropped(nn.Conv1d):
+    def forward(self, x):
+        weight = F.dropout(self.weight, 0.5, self.training)
+        return self._conv_forward(F.pad(x, (2, 0)), weight, self.bias)
+
+
+class ByReplication(Left):
+    """Pads with zeros, whatever its mode."""
+
+    def __init__(self, *args):
+        super().__init__(*args, padding_mode="replicate")
+
+
+@pytest.mark.parametrize(
+    "cls", [Streaming, Dropped, ByReplication, Scaled, Demeaned, Reflected, Cropped, WithCache]
+)
 def test_anything_else_is_not_known(cls):
     conv = cls(4, 6, 3)
     assert padding_seen(conv) is None
     assert "has a forward of its own" in why_not_replaceable(conv)
 
 
-def test_padding_that_depends_on_the_size_is_not_known():
-    assert padding_seen(BySize(4, 6, 3, stride=2)) is None
+@pytest.mark.parametrize("stride", [1, 2])
+def test_padding_that_depends_on_the_size_is_not_known(stride):
+    assert padding_seen(BySize(4, 6, 3, stride=stride)) is None
 
 
-def test_a_module_with_values_is_no_padding():
+def test_a_module_with_values_is_no_padding_and_is_not_run():
     conv = StaticSame(4, 4, 3)
-    conv.static_padding = nn.Sequential(conv.static_padding, nn.BatchNorm2d(4).eval())
-    assert "static_padding" in why_not_replaceable(conv)
+    conv.static_padding = nn.Sequential(conv.static_padding, nn.BatchNorm2d(4))
+    assert "has a forward of its own" in why_not_replaceable(conv)
+    assert conv.static_padding[1].num_batches_tracked == 0
+
+
+def test_a_computed_weight_is_named_as_the_reason():
+    conv = Left(4, 4, 3)
+    conv.weight_v = nn.Parameter(conv.weight.detach())
+    assert "unexpected weight_v" in why_not_replaceable(conv)
+
+
+def test_random_numbers_and_default_devices_stay():
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert padding_seen(Left(4, 6, 3)) == ((2, 0),)
+    assert padding_seen(Dropped(4, 6, 3)) is None
+    torch.manual_seed(0)
+    Dropped(4, 6, 3)
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    padding_seen(Dropped(4, 6, 3))
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.set_rng_state(state)

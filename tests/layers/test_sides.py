@@ -140,11 +140,12 @@ def test_delays_are_the_authors(count):
         close(getattr(ours, name).grad, expected, atol=1e-6 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("window", [25, 26])
 @pytest.mark.parametrize("delay", [0, 3, 24])
-def test_an_element_is_a_delay_by_whole_steps(delay):
-    layer = DclsConv1d(1, 1, kernel_count=1, dilated_kernel_size=25, bias=False, grow="back")
+def test_an_element_is_a_delay_by_whole_steps(window, delay):
+    layer = DclsConv1d(1, 1, kernel_count=1, dilated_kernel_size=window, bias=False, grow="back")
     nn.init.ones_(layer.weight)
-    nn.init.constant_(layer.positions, layer.dilated_kernel_size[0] // 2 - delay)
+    nn.init.constant_(layer.positions, (window - 1) // 2 - delay)
     spike = F.one_hot(torch.tensor([[5]]), 40).float()
     assert layer(spike).nonzero().tolist() == [[0, 0, 5 + delay]]
 
@@ -152,18 +153,18 @@ def test_an_element_is_a_delay_by_whole_steps(delay):
 def test_windows_of_layers_made_alone_lie_beside_the_outputs_own_cell():
     for grow in itertools.product(("both", *SIDES), repeat=2):
         layer = DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=5, grow=grow)
-        padded = {"both": (2, 2), "back": (4, 0), "ahead": (0, 4)}
-        if set(grow) == {"both"}:
-            assert layer.new_cells == [(0, 0), (0, 0)]
-        else:
-            assert layer.new_cells == [padded[side] for side in grow]
-            assert layer(torch.zeros(1, 1, 7, 8)).shape == (1, 1, 7, 8)
+        padded = {"both": (0, 0), "back": (4, 0), "ahead": (0, 4)}
+        assert layer.new_cells == [padded[side] for side in grow]
+        cut = [4 * (side == "both") for side in grow]  # the padding is 0
+        assert layer(torch.zeros(1, 1, 7, 8)).shape == (1, 1, 7 - cut[0], 8 - cut[1])
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"grow": "before"},
+        {"grow": None},
+        {"grow": [["back"], "both"]},
         {"grow": ["back", "back", "both"]},
         {"grow": "back", "padding": "dynamic_same"},
     ],

@@ -389,7 +389,7 @@ def test_a_rule_may_ask_for_both_sides_all_the_same_and_a_warning_says_so(form):
     dims, build = FORMS[form]
     model = WithOrdinary(build(), conv(dims)).double()
     before = seen(model, INPUT[dims])
-    with pytest.warns(UserWarning, match="although odd.* one side of it"):
+    with pytest.warns(UserWarning, match="did not look: odd.* one side of it"):
         report = converted(model, INPUT[dims], ANY)
     assert len(report.layers) > 1
     assert {layer.grow for layer in report.layers} == {()}

@@ -139,7 +139,7 @@ def test_a_rule_that_converts_nothing_is_an_error_that_names_it(net, rules, mess
 
 
 def test_the_error_for_a_network_without_a_built_in_set_has_a_rule_that_matches():
-    model = nn.Sequential(nn.Conv1d(1, 4, 9), nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 1))
+    model = nn.Sequential(nn.Conv2d(1, 4, 9), nn.Conv2d(4, 4, 5, padding=2), nn.Conv2d(4, 4, 1))
     convs = find_convs(model)
     with pytest.raises(NothingMatchesError) as error:
         plan_conversion(convs, "conv3x3")

@@ -84,10 +84,12 @@ def test_after_rounding_layers_shift_by_whole_steps_and_are_saved_and_folded_so(
 
 def test_rounded_positions_are_no_longer_trained_and_sigmas_are_gone():
     model, _ = converted()
+    model(torch.rand(1, 4, 60)).sum().backward()
     tuning.round_positions_(model)
     assert {name.split(".")[1] for name in tuning.no_weight_decay(model)} == {"positions"}
     trained = [name for name, one in model.named_parameters() if one.requires_grad]
     assert trained == ["0.weight", "2.weight"]
+    assert model[0].positions.grad is None
 
 
 def test_tied_layers_are_rounded_together():
@@ -106,7 +108,7 @@ def test_tied_layers_are_rounded_together():
     torch.testing.assert_close(layer(spikes), shifted(layer, spikes) + layer.bias.reshape(-1, 1))
 
 
-@pytest.mark.parametrize("progress", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("progress", [-0.1, float("nan"), float("inf"), "0", None])
 def test_other_progress_is_refused(progress):
     model, _ = converted()
     with pytest.raises(DclsConvertError, match="progress="):
@@ -114,5 +116,7 @@ def test_other_progress_is_refused(progress):
 
 
 def test_a_model_without_sigmas_is_refused():
-    with pytest.raises(DclsConvertError, match="no sigmas"):
+    with pytest.raises(DclsConvertError, match="no Gaussian elements"):
         tuning.shrink_sigma_(network(), 0)
+    with pytest.raises(DclsConvertError, match="no DCLS layers"):
+        tuning.round_positions_(network())
