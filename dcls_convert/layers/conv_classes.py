@@ -144,7 +144,10 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
             return f"{class_name} has a {method} of its own, set on this very object"
     if parametrize.is_parametrized(conv):
         names = ", ".join(conv.parametrizations)  # type: ignore[arg-type]
-        return f"its {names} is parametrised (torch.nn.utils.parametrize)"
+        return (
+            f"its {names} is parametrised (torch.nn.utils.parametrize); first call "
+            "remove_parametrizations"
+        )
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
     reason = _why_weight_unusual(cast(Conv, conv).weight)
@@ -200,6 +203,8 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
             expected.add(name)
     if parameters == expected:
         return None
+    if {"weight_g", "weight_v"} <= parameters:
+        return "its weight is computed by weight norm; first call torch.nn.utils.remove_weight_norm"
     parts: list[str] = []
     for kind, names in (("unexpected", parameters - expected), ("missing", expected - parameters)):
         if names:

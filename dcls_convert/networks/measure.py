@@ -45,7 +45,9 @@ from .table import MIN_CELLS, DependenceColumn, DependenceTable
 TOLERANCE = 1e-6
 MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
 TOO_LITTLE_MEMORY = "memory does not suffice"
-NOT_CALLED = "the forward pass of the network in eval mode does not call it"
+NOT_CALLED = (
+    "the forward pass of the network in eval mode does not call it (other code may use its weight)"
+)
 
 Suspect = TypeVar("Suspect")
 

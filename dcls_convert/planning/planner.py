@@ -194,6 +194,8 @@ def _draft_layers(
         message = f"{name}: {reasons[name]}"
         if len(errors) > 1:
             message += f" (and {count_text(len(errors) - 1, 'more layer')})"
+        if convs.not_measured is not None and not drafts:
+            message += f"; the network was not measured: {convs.not_measured}"
         none_may_grow = all(isinstance(error, NoWindowError) for error in errors.values())
         if none_may_grow and not drafts:
             raise NothingMatchesError(message)

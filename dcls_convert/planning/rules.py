@@ -210,8 +210,7 @@ other keys say."""
     grow: Grow | Annotated[list[Grow], Field(min_length=1, max_length=3)] | None = Field(
         None,
         description="both, back or ahead: where the window's new cells lie, seen from the old "
-        "kernel; or a list with one for each axis. Without it, what was measured decides: windows "
-        "grow to both sides, or in a causal network back only",
+        "kernel; or a list with one for each axis. By default, what was measured decides",
     )
     name: str | None = Field(None, description="a string")
     match: Match = Field(

@@ -298,21 +298,10 @@ def notes_on(layers: Sequence[tuple[ConvSite, LayerPlan]]) -> list[str]:
             members = join_with_and(site.lost_members)
             text = f"the class {site.type} has {members}, which the DCLS layer lacks"
             names_of.setdefault(text, []).append(site.name)
-        if _is_padded_elsewhere(site, layer):
+        if layer.grow:
             text = (
-                "other code pads the input of these layers; if it keeps past steps for streaming, "
-                "it must now keep as many as the window has, less one"
+                "if other code keeps past steps for these layers, as for streaming, it must now keep "
+                "as many as the window has, less one"
             )
             names_of.setdefault(text, []).append(site.name)
     return [f"{short_list(names)}: {text}." for text, names in names_of.items()]
-
-
-def _is_padded_elsewhere(site: ConvSite, layer: LayerPlan) -> bool:
-    """True if the old convolution does not pad along an axis on which the window looks back."""
-    if not layer.grow:
-        return False
-    paddings = static_padding(site.padding, layer.extents)
-    for (before, _), side, old in zip(paddings, layer.sides, layer.extents, strict=True):
-        if side == "back" and before == 0 and old > 1:
-            return True
-    return False

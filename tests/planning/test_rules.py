@@ -267,6 +267,8 @@ MISTAKES = {
     # values
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is",
     rule("dilated_size: '+3'"): "rules[0].dilated_size: growth +3 must be even",
+    rule("grow: before"): "rules[0].grow: found 'before'; allowed is both, back or ahead",
+    rule("grow: [back, past]"): "rules[0].grow",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
     f"format: {'x' * 5000}": "format: found 'xxxx",
 }
@@ -276,6 +278,7 @@ MISTAKES_BEYOND_A_SCHEMA = {
     rule("skip: "): "rules[0].skip: found None; allowed is a string",
     rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
+    rule("grow: back, padding: any"): "rules[0]: grow says to which sides windows grow; omit",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: duplicate key 'format'",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
