@@ -300,8 +300,8 @@ def notes_on(layers: Sequence[tuple[ConvSite, LayerPlan]]) -> list[str]:
             names_of.setdefault(text, []).append(site.name)
         if layer.grow:
             text = (
-                "if other code keeps past steps for these layers, as for streaming, it must now keep "
-                "as many as the window has, less one"
+                "if other code keeps past steps for them, as for streaming, it must now keep as "
+                "many as the window has, less one"
             )
             names_of.setdefault(text, []).append(site.name)
     return [f"{short_list(names)}: {text}." for text, names in names_of.items()]
