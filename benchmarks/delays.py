@@ -14,6 +14,7 @@ steps that looks back, with positions from a uniform start. The networks:
 
 - Gaussian: sigmas shrink over the first quarter of the training (`shrink_sigma_`). After half of
   it, positions are rounded (`round_positions_`), and only weights are trained from then on.
+- narrow Gaussian: the same, but in the second quarter sigmas shrink further, from 0.5 to 0.3 steps.
 - bilinear: positions are rounded at the same time.
 - random: positions are rounded before the training. Five more units make up for the positions that
   are not trained.
@@ -59,6 +60,7 @@ TEST_SERIES = 2000
 LR = 1e-2
 POSITION_LR_SCALE = 50.0
 SHRINKING = 0.25  # share of the training in which sigmas shrink
+SIGMA = 0.5  # steps, after that
 ROUNDING = 0.5  # share of the training after which positions are rounded
 
 
@@ -70,10 +72,18 @@ class Arm:
     units: int
     interpolation: str | None = None  # None without delays
     learnt: bool = False
+    last_sigma: float = SIGMA  # steps, before positions are rounded
 
 
 ARMS = (
     Arm(name="learnt delays, Gaussian", units=24, interpolation="gaussian", learnt=True),
+    Arm(
+        name="learnt delays, narrow Gaussian",
+        units=24,
+        interpolation="gaussian",
+        learnt=True,
+        last_sigma=0.3,
+    ),
     Arm(name="learnt delays, bilinear", units=24, interpolation="bilinear", learnt=True),
     Arm(name="random delays", units=29, interpolation="bilinear"),
     Arm(name="no delays", units=29),
@@ -149,7 +159,9 @@ def measure(arm: Arm, seed: int, steps: int) -> dict[str, Any]:
             round_positions_(network)
             row["after_rounding"] = accuracy(network, test)
         elif arm.interpolation == "gaussian" and step < rounding:
-            shrink_sigma_(network, step / (SHRINKING * steps))
+            progress = step / (SHRINKING * steps)
+            narrowing = max(0.0, progress - 1) * (SIGMA - arm.last_sigma)
+            shrink_sigma_(network, progress, last=SIGMA - narrowing)
 
     if arm.interpolation == "gaussian":
         shrink_sigma_(network, 0)  # sigmas are not trained

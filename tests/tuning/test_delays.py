@@ -9,6 +9,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.errors import DclsConvertError
+from dcls_convert.networks.model_outputs import relative_error
 
 WINDOW = 25
 RULES = {
@@ -106,6 +107,23 @@ def test_tied_layers_are_rounded_together():
     spikes = (torch.rand(2, 4, 60) < 0.2).float()
     layer = model[0][1]
     torch.testing.assert_close(layer(spikes), shifted(layer, spikes) + layer.bias.reshape(-1, 1))
+
+
+def test_the_narrower_elements_are_at_last_the_less_rounding_changes():
+    spikes = (torch.rand(2, 4, 60) < 0.2).float()
+    changes = []
+    for last in (0.5, 0.3):
+        model, _ = converted()
+        with torch.no_grad():
+            model[0].positions.round_()
+        tuning.shrink_sigma_(model, 1, last=last)
+        before = model[0](spikes)
+        tuning.round_positions_(model)
+        changes.append(relative_error([(before, model[0](spikes))]))
+    assert changes[0] > 0.1
+    assert changes[1] < 0.01
+    with pytest.raises(DclsConvertError, match="last="):
+        tuning.shrink_sigma_(converted()[0], 1, last=0.27)
 
 
 @pytest.mark.parametrize("progress", [-0.1, float("nan"), float("inf"), "0", None])
