@@ -5,7 +5,7 @@ input, or the one before it where it says so.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert import convert_, find_convs, fold_to_dense_, plan_conversion
-from dcls_convert.errors import NothingMatchesError
+from dcls_convert.errors import CheckpointError, NothingMatchesError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import relative_error
 
@@ -311,6 +311,15 @@ def test_outputs_never_come_to_depend_on_later_inputs(name, tmp_path):
         assert relative_error([(expected, exported(x))]) < 1e-6
     train_(folded, case)
     assert later_gradient(folded, case) == 0
+
+
+def test_a_plan_with_other_sides_is_refused(tmp_path):
+    """Tensors have the same shapes; the plan's sides must be those of the layers."""
+    model, report = converted(CASES["a slice"])
+    layers = [replace(layer, grow=("ahead",)) for layer in report.plan.layers]
+    other = replace(report.plan, layers=tuple(layers))
+    with pytest.raises(CheckpointError, match=r"window 10 \(back\), .* not 10 \(ahead\)"):
+        dcls_convert.save_converted(model, other, tmp_path / "saved")
 
 
 def is_dcls(module):

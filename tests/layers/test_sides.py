@@ -159,6 +159,26 @@ def test_windows_of_layers_made_alone_lie_beside_the_outputs_own_cell():
         assert layer(torch.zeros(1, 1, 7, 8)).shape == (1, 1, 7 - cut[0], 8 - cut[1])
 
 
+def test_the_cells_of_a_window_may_be_spread():
+    layer = DclsConv1d(1, 1, kernel_count=1, dilated_kernel_size=5, dilation=3, grow="back")
+    spike = F.one_hot(torch.tensor([[5]]), 30).float()
+    nn.init.constant_(layer.positions, -1.0)  # three cells of three steps back
+    assert (layer(spike) - layer.bias).nonzero().tolist() == [[0, 0, 5 + 9]]
+
+
+def test_a_layer_forgets_how_it_convolved_with_another_interpolation():
+    options = {"kernel_count": 2, "dilated_kernel_size": 7, "groups": 4, "padding": 3}
+    layer = DclsConv2d(4, 4, interpolation="gaussian", **options)
+    plain = DclsConv2d(4, 4, **options)
+    image = torch.randn(1, 4, 9, 9)
+    layer.eval()(image)
+    layer.set_interpolation_("bilinear")
+    plain.load_state_dict(layer.state_dict())
+    close(layer(image), plain.eval()(image))
+    with pytest.raises(ValueError, match="needs a sigma"):
+        layer.set_interpolation_("triangle")
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -34,18 +34,27 @@ CASES = {
     "even": (nn.Conv2d(4, 4, (4, 2), padding=(2, 1), groups=4), (8, 6), ()),
     "1-D": (nn.Conv1d(4, 4, 5, padding=2, groups=2), 9, ()),
     "partly dense": (nn.Conv3d(2, 3, 3, padding=1), (3, 5, 5), (0,)),
+    "back": (nn.Conv1d(4, 4, 6, padding=4, groups=2), 10, (), "back"),
+    "back, ahead": (
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect", groups=4),
+        (6, 8),
+        (),
+        ("back", "ahead"),
+    ),
 }
 
 
 def make_case(name):
     """Return a conv, a layer with elements inside its kernel, its box, and inputs, in float64."""
-    conv, size, dense = CASES[name]
+    conv, size, dense, *sides = CASES[name]
+    grow = sides[0] if sides else "both"
     conv = copy.deepcopy(conv).double()
     torch.manual_seed(0)
     conv.reset_parameters()
     dims = len(conv.kernel_size)
-    layer = DCLS_LAYERS[dims].from_conv_without_values(conv, 4, size, "bilinear", dense)
-    box = Box(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, "bilinear", dense)
+    layer = DCLS_LAYERS[dims].from_conv_without_values(conv, 4, size, "bilinear", dense, grow)
+    window = layer.dilated_kernel_size
+    box = Box(conv.kernel_size, conv.dilation, window, "bilinear", dense, layer.grow)
     with torch.no_grad():
         layer.weight.normal_()
         for positions, first, side in zip(layer.positions, box.origin, box.sides, strict=True):
