@@ -46,7 +46,7 @@ def padding_seen(conv: nn.Module) -> Padding | None:
         _seen[conv] = None
         if _may_only_pad(conv):
             try:
-                with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng():
+                with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([]):
                     _seen[conv] = _padding_seen(conv)
             except Exception:  # forward is the user's own
                 pass
