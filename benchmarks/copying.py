@@ -32,14 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from measuring import (
-    RESULTS,
-    Results,
-    add_results_options_,
-    markdown_table,
-    script_parser,
-    stored,
-)
+from measuring import markdown_table, run_trainings
 
 if TYPE_CHECKING:  # --table does not need torch
     import torch
@@ -191,29 +184,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
-def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600, help="of each training")
-    add_results_options_(parser, RESULTS / "copying.jsonl")
-    options = parser.parse_args()
-    if options.table:
-        print(table(stored(options.output)["rows"]))
-        return
-    import torch
-
-    torch.set_num_threads(1)
-    results = Results(
-        path=options.output,
-        command=f"python benchmarks/copying.py --seeds {options.seeds} --steps {options.steps}",
-        settings={"steps": options.steps, "lr": LR, "batch": BATCH, "lag": LAG, "window": WINDOW},
-        rows=[],
-    )
+def train(seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the row of each training."""
     for kind in WIDTH:
         for arm in ARMS:
-            for seed in range(options.seeds):
-                results.add_(measure(kind, arm, seed, options.steps))
-    print(table(results.rows))
+            for seed in range(seeds):
+                yield measure(kind, arm, seed, steps)
+
+
+def main() -> None:
+    settings = {"lr": LR, "batch": BATCH, "lag": LAG, "window": WINDOW}
+    run_trainings(__doc__, "copying", train, table, seeds=5, steps=600, settings=settings)
 
 
 if __name__ == "__main__":

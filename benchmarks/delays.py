@@ -35,14 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from measuring import (
-    RESULTS,
-    Results,
-    add_results_options_,
-    markdown_table,
-    script_parser,
-    stored,
-)
+from measuring import markdown_table, run_trainings
 
 if TYPE_CHECKING:  # --table does not need torch
     import torch
@@ -211,34 +204,21 @@ def mean_and_range(rows: Sequence[dict[str, Any]], key: str) -> str:
     return f"{statistics.fmean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600, help="of each training")
-    add_results_options_(parser, RESULTS / "delays.jsonl")
-    options = parser.parse_args()
-    if options.table:
-        print(table(stored(options.output)["rows"]))
-        return
-    import torch
-
-    torch.set_num_threads(1)
-    results = Results(
-        path=options.output,
-        command=f"python benchmarks/delays.py --seeds {options.seeds} --steps {options.steps}",
-        settings={
-            "steps": options.steps,
-            "lr": LR,
-            "position_lr_scale": POSITION_LR_SCALE,
-            "shrinking": SHRINKING,
-            "rounding": ROUNDING,
-        },
-        rows=[],
-    )
+def train(seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the row of each training."""
     for arm in ARMS:
-        for seed in range(options.seeds):
-            results.add_(measure(arm, seed, options.steps))
-    print(table(results.rows))
+        for seed in range(seeds):
+            yield measure(arm, seed, steps)
+
+
+def main() -> None:
+    settings = {
+        "lr": LR,
+        "position_lr_scale": POSITION_LR_SCALE,
+        "shrinking": SHRINKING,
+        "rounding": ROUNDING,
+    }
+    run_trainings(__doc__, "delays", train, table, seeds=5, steps=600, settings=settings)
 
 
 if __name__ == "__main__":

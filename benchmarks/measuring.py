@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -373,6 +373,48 @@ class Results:
             packages=self.packages,
         )
         print(message or json.dumps(row), file=sys.stderr, flush=True)
+
+
+def run_trainings(
+    docstring: str | None,
+    name: str,
+    train: Callable[[int, int], Iterable[Mapping[str, Any]]],
+    table: Callable[[Sequence[dict[str, Any]]], str],
+    *,
+    seeds: int,
+    steps: int,
+    settings: Mapping[str, Any],
+) -> None:
+    """Run a script that trains networks: store its results and print their table.
+
+    Args:
+        docstring: The script's.
+        name: Of the script and of its results, without a suffix.
+        train: `train(seeds, steps)` yields a row for each training.
+        table: Returns the table of rows.
+        seeds, steps: The defaults of the options of these names.
+        settings: Other settings, which are stored.
+    """
+    parser = script_parser(docstring)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--steps", type=int, default=steps, help="of each training")
+    add_results_options_(parser, RESULTS / f"{name}.jsonl")
+    options = parser.parse_args()
+    if options.table:
+        print(table(stored(options.output)["rows"]))
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    results = Results(
+        path=options.output,
+        command=f"python benchmarks/{name}.py --seeds {options.seeds} --steps {options.steps}",
+        settings={"steps": options.steps, **settings},
+        rows=[],
+    )
+    for row in train(options.seeds, options.steps):
+        results.add_(row)
+    print(table(results.rows))
 
 
 # Tables.

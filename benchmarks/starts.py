@@ -22,15 +22,7 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from measuring import (
-    RESULTS,
-    Results,
-    add_results_options_,
-    markdown_table,
-    replaced,
-    script_parser,
-    stored,
-)
+from measuring import markdown_table, replaced, run_trainings
 from small import Data, accuracy, digits, mean_and_spread, small_convnext, train_
 from torch import Tensor, nn
 
@@ -144,26 +136,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["network", *STARTS], lines)
 
 
+def train(seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each seed."""
+    for seed in range(seeds):
+        for row in measure(seed, steps):
+            yield {"seed": seed, **row}
+
+
 def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=225, help="of each training")
-    add_results_options_(parser, RESULTS / "starts.jsonl")
-    options = parser.parse_args()
-    if options.table:
-        print(table(stored(options.output)["rows"]))
-        return
-    torch.set_num_threads(1)
-    results = Results(
-        path=options.output,
-        command=f"python benchmarks/starts.py --seeds {options.seeds} --steps {options.steps}",
-        settings={"steps": options.steps, "lr": LR, "positions": POSITIONS},
-        rows=[],
-    )
-    for seed in range(options.seeds):
-        for row in measure(seed, options.steps):
-            results.add_({"seed": seed, **row})
-    print(table(results.rows))
+    settings = {"lr": LR, "positions": POSITIONS}
+    run_trainings(__doc__, "starts", train, table, seeds=3, steps=225, settings=settings)
 
 
 if __name__ == "__main__":

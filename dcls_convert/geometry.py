@@ -16,7 +16,7 @@ Padding = str | tuple[int | Pair, ...]
 # How a window is larger than the old kernel along an axis: its new cells lie on both sides of the
 # kernel, before it, or behind it.
 Grow = Literal["both", "back", "ahead"]
-Side = Literal["back", "ahead"]
+Direction = Literal["back", "ahead"]
 
 
 def plain_numbers(value: Any) -> Any:

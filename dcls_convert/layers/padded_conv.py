@@ -4,65 +4,54 @@ Layers whose windows grow to one side fold into them. Symmetric padding would ne
 with zeros on the other side, which training would fill.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..geometry import Pair, padding_with_new_cells
 from .conv_classes import CONV_CLASSES, Conv
 from .padding import torch_mode, widths_of
 
 
-class _Padded:
-    """What the classes below have in common."""
+class _Padded(_ConvNd):
+    """A convolution that pads by itself, unevenly."""
 
     widths: list[int]  # to pad as the mode says, as F.pad takes them
     zeros: list[int]  # to pad with zeros around that
     pad_mode: str
     adds_zeros: bool
     is_folded = True  # `kernel_size` is not that of the weight: see `DclsConvNd.from_conv`
-    weight: Tensor
+    convolve: Callable[..., Tensor]  # torch's function
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
+        input = F.pad(input, self.widths, mode=self.pad_mode)
+        if self.adds_zeros:
+            input = F.pad(input, self.zeros)
+        return self.convolve(
+            input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
 
     def extra_repr(self) -> str:
         """Return what torch says, and what is special: `kernel_size` is for code that reads it."""
-        text = super().extra_repr()  # type: ignore[misc]
+        text = super().extra_repr()  # type: ignore[no-untyped-call]
         cells = tuple(self.weight.shape[2:])
         return f"{text}, cells={cells}, widths={self.widths}, zeros={self.zeros}"
 
 
 class PaddedConv1d(_Padded, nn.Conv1d):
-    """A 1-D convolution that pads unevenly."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Pad and convolve: (N, in_channels, length) -> (N, out_channels, length)."""
-        input = F.pad(input, self.widths, mode=self.pad_mode)
-        if self.adds_zeros:
-            input = F.pad(input, self.zeros)
-        return F.conv1d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+    convolve = staticmethod(F.conv1d)
 
 
 class PaddedConv2d(_Padded, nn.Conv2d):
-    """A 2-D convolution that pads unevenly."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
-        input = F.pad(input, self.widths, mode=self.pad_mode)
-        if self.adds_zeros:
-            input = F.pad(input, self.zeros)
-        return F.conv2d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+    convolve = staticmethod(F.conv2d)
 
 
 class PaddedConv3d(_Padded, nn.Conv3d):
-    """A 3-D convolution that pads unevenly."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Pad and convolve: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
-        input = F.pad(input, self.widths, mode=self.pad_mode)
-        if self.adds_zeros:
-            input = F.pad(input, self.zeros)
-        return F.conv3d(input, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+    convolve = staticmethod(F.conv3d)
 
 
 PADDED_CONVS: dict[type[Conv], type[Conv]] = {

@@ -20,8 +20,7 @@ CURE = "load it into a network that was converted in the same way"
 def settings_text(
     window: Sequence[int], interpolation: str, dense_axes: Sequence[int], grow: Sequence[str]
 ) -> str:
-    """Return "9x9, bilinear" or, with sides and dense axes, "9x1 (back, both), bilinear, dense \
-axes (1,)"."""
+    """Return "9x9, bilinear", or "9x1 (back, both), bilinear, dense axes (1,)" with all parts."""
     sides = f" ({', '.join(grow)})" if grow else ""
     text = f"{size_text(window)}{sides}, {interpolation}"
     if dense_axes:

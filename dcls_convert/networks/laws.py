@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from ..geometry import Side
+from ..geometry import Direction
 from .sites import ONE_SIDE
 from .table import MIN_CELLS, SLACK, AxisPair, DependenceColumn, DependenceTable, Interval
 
@@ -50,7 +50,7 @@ class Law:
     hole: Interval = (0, 0)
 
     @property
-    def side(self) -> Side:
+    def side(self) -> Direction:
         """To which side alone outputs look, by a law with the reason ONE_SIDE."""
         return "back" if self.most < math.inf else "ahead"
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
-from ..geometry import Grow, Side, extent
+from ..geometry import Direction, Grow, extent
 from ..layers.conv_classes import Conv
 from ..options import MAX_PIXELS
 from ..text import one_line
@@ -66,7 +66,7 @@ class Dependence:
     columns: Sequence[Sequence[DependenceColumn]]
 
     @property
-    def outputs_look(self) -> Side | None:
+    def outputs_look(self) -> Direction | None:
         """To which side alone all outputs look; None if there is no such side."""
         sides = set()
         outputs = {pair.output for table in self.tables for pair in find_pairs(table)}

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from ..geometry import Grow, Padding, Side, size_text
+from ..geometry import Direction, Grow, Padding, size_text
 from .input_tensors import Inputs
 
 # Why a window must not grow to both sides in a network that looks to one side only.
@@ -69,7 +69,7 @@ class GrowthLimit:
     """Why a window must not grow to both sides along an axis, and to which side it may."""
 
     reason: str
-    side: Side | None  # None if to neither
+    side: Direction | None  # None if to neither
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class AllowedWindows(Protocol):
     """Says which windows a network allows, by running it (see `measure.Dependence`)."""
 
     @property
-    def outputs_look(self) -> Side | None:
+    def outputs_look(self) -> Direction | None:
         """To which side alone outputs look; None if some look to both, or not all to one."""
 
     def broken_by(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from ..errors import CheckpointError, PlanError
-from ..geometry import Side, size_text
+from ..geometry import Direction, size_text
 from ..networks.input_tensors import Inputs, check_inputs, checked_input_size, image_inputs
 from ..networks.sites import Skipped
 from ..networks.source import ModelSource
@@ -56,7 +56,7 @@ class ConversionPlan(Record):
     # Windows that grow as rules say, although outputs then depend on what they must not.
     overruled: tuple[str, ...] = ()
     # To which side alone outputs look, as measured; None if to both, or if it was not measured.
-    outputs_look: Side | None = None
+    outputs_look: Direction | None = None
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:

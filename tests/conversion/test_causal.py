@@ -17,6 +17,7 @@ from dcls_convert import convert_, find_convs, fold_to_dense_, plan_conversion
 from dcls_convert.errors import CheckpointError, NothingMatchesError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import relative_error
+from dcls_convert.options import MIN_GROWTH
 
 STEPS = 48
 RULES = {"format": 1, "rules": [{"match": {"kernel_size": {"min": 2}}}]}
@@ -336,6 +337,16 @@ def test_convolutions_on_a_reversed_map_grow_to_the_other_side_of_it():
     x = torch.randn(1, 4, STEPS, requires_grad=True)
     (gradient,) = torch.autograd.grad(model.eval()(x)[..., 20].sum(), x)
     assert gradient[..., :20].abs().max() == 0
+
+
+def test_by_default_a_causal_network_gets_a_rule_and_a_size():
+    convs = find_convs(built(CASES["a class that pads"]), (4, STEPS))
+    plan = plan_conversion(convs)
+    assert plan.rules == "conv1d"
+    assert [layer.grow for layer in plan.layers] == [("back",)] * 2
+    (growth,) = {layer.growths for layer in plan.layers}
+    assert growth == (MIN_GROWTH,)  # more adds more than 15 % to the MACs
+    assert plan.budget.used <= plan.budget.limit
 
 
 class LastStep(Modules):
