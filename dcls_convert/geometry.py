@@ -31,6 +31,13 @@ def plain_numbers(value: Any) -> Any:
     return value
 
 
+def on_every_axis(value: Any, dims: int) -> tuple[int, ...]:
+    """Return a number for each axis; torch also takes one for all."""
+    numbers = plain_numbers(value)
+    several: tuple[int, ...] = numbers if isinstance(numbers, tuple) else (numbers,)
+    return several * dims if len(several) == 1 else several
+
+
 def ceil_div(amount: int, unit: int) -> int:
     """Return amount / unit, rounded up."""
     return (amount + unit - 1) // unit
@@ -167,12 +174,16 @@ def grown_padding(
     if padding in ("same", DYNAMIC_SAME):
         # Both rules put an odd cell at the end, so they also hold for the window.
         return str(padding)
-    grown: list[int | Pair] = []
+    grown: list[Pair] = []
     for axis, (before, after) in enumerate(static_padding(padding, extents)):
         growth = (window[axis] - extents[axis]) // 2
-        sides = (before + growth, after + growth)
-        grown.append(sides[0] if before == after else sides)
-    return tuple(grown)
+        grown.append((before + growth, after + growth))
+    return as_padding(grown)
+
+
+def as_padding(pairs: Sequence[Pair]) -> tuple[int | Pair, ...]:
+    """Return a padding; of an axis with as many cells before as after it, one number."""
+    return tuple(before if before == after else (before, after) for before, after in pairs)
 
 
 def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..geometry import DYNAMIC_SAME, Padding
+from .conv_settings import ConvSettings, own_settings, why_contradictory
 from .own_forward import padding_seen
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -38,18 +39,6 @@ class ConvTraits:
         if self.transform_weight is None:
             return weight
         return self.transform_weight(conv, weight)
-
-    def whole_padding(self, conv: nn.Module) -> Padding:
-        """Return the whole padding of a convolution: its own and what `forward` adds."""
-        if self.padding is not None:
-            return self.padding
-        same_padding = self.same_padding
-        if callable(same_padding):
-            same_padding = same_padding(conv)
-        if same_padding:
-            return DYNAMIC_SAME
-        padding = cast(AnyConv, conv).padding
-        return padding if isinstance(padding, str) else tuple(map(int, padding))
 
 
 PLAIN = ConvTraits()
@@ -127,9 +116,16 @@ def traits_of(conv: nn.Module) -> ConvTraits:
     return traits
 
 
-def padding_of(conv: AnyConv) -> Padding:
-    """Return the whole padding of a replaceable convolution: its own and what `forward` adds."""
-    return traits_of(conv).whole_padding(conv)
+def settings_of(conv: AnyConv) -> ConvSettings:
+    """Return the settings of a replaceable convolution, with all padding that `forward` adds."""
+    settings = own_settings(conv)
+    traits = traits_of(conv)
+    if traits.padding is not None:
+        return replace(settings, padding=traits.padding)
+    same_padding = traits.same_padding
+    if callable(same_padding):
+        same_padding = same_padding(conv)
+    return replace(settings, padding=DYNAMIC_SAME) if same_padding else settings
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -158,6 +154,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
             "it is folded from a window that grows to one side; convert the network as it was "
             "before, with a larger size"
         )
+    reason = why_contradictory(conv)
+    if reason is not None:
+        return reason
     traits = find_traits(conv)
     if traits is None:
         reason = _why_parameters_unknown(conv, PLAIN)

@@ -24,7 +24,8 @@ from ..geometry import (
     static_padding,
 )
 from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, traits_of, why_not_replaceable
+from .conv_classes import Conv, settings_of, traits_of, why_not_replaceable
+from .conv_settings import ConvSettings
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
 from .padded_conv import padded_conv
@@ -109,7 +110,7 @@ class DclsConvNd(DclsLayer):
             [kernel],
             effective=[layer.traits.effective_weight(conv, kernel)],
             kernel_count=kernel_count,
-            dilation=conv.dilation,
+            dilation=settings_of(conv).dilation,
             size=layer.dilated_kernel_size,
             dense_axes=layer.dense_axes,
             grow=layer.grow,
@@ -135,34 +136,16 @@ class DclsConvNd(DclsLayer):
         Sigma has its initial value. See `from_conv` for what the layer keeps of `conv`, and for
         errors.
         """
-        layer = cls(
-            conv.in_channels,
-            conv.out_channels,
-            kernel_count=kernel_count,
-            dilated_kernel_size=dilated_kernel_size,
-            stride=conv.stride,
-            grow=grow,
-            groups=conv.groups,
-            bias=False,
-            padding_mode=conv.padding_mode,
-            interpolation=interpolation,
-            dense_axes=dense_axes,
-            device="meta",  # so that initialisation draws no random numbers
+        layer = cls.on_meta(
+            settings_of(conv),
+            kernel_count,
+            dilated_kernel_size,
+            interpolation,
+            dense_axes,
+            grow,
             dtype=conv.weight.dtype,
         )
         layer.traits = traits_of(conv)
-        window = layer.dilated_kernel_size
-        check_window(conv.kernel_size, conv.dilation, window, layer.dense_axes, layer.grow)
-        layer.padding = grown_padding(
-            layer.traits.whole_padding(conv),
-            conv.kernel_size,
-            conv.dilation,
-            window,
-            conv.stride,
-            layer.grow,
-        )
-        if layer.grow:
-            layer.kernel_size = tuple(map(extent, conv.kernel_size, conv.dilation))
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
@@ -171,6 +154,48 @@ class DclsConvNd(DclsLayer):
         carry_over_(conv, layer, exclude=_standard_attributes())
         if layer.traits.adapt is not None:
             layer.traits.adapt(conv, layer)
+        return layer
+
+    @classmethod
+    def on_meta(
+        cls,
+        settings: ConvSettings,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        interpolation: str,
+        dense_axes: Sequence[int],
+        grow: Grow | Sequence[Grow] = "both",
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Make the layer for a convolution of these settings on the meta device, without bias."""
+        layer = cls(
+            settings.in_channels,
+            settings.out_channels,
+            kernel_count=kernel_count,
+            dilated_kernel_size=dilated_kernel_size,
+            stride=settings.stride,
+            grow=grow,
+            groups=settings.groups,
+            bias=False,
+            padding_mode=settings.padding_mode,
+            interpolation=interpolation,
+            dense_axes=dense_axes,
+            device="meta",  # so that initialisation draws no random numbers
+            dtype=dtype,
+        )
+        window = layer.dilated_kernel_size
+        check_window(settings.kernel_size, settings.dilation, window, layer.dense_axes, layer.grow)
+        layer.padding = grown_padding(
+            settings.padding,
+            settings.kernel_size,
+            settings.dilation,
+            window,
+            settings.stride,
+            layer.grow,
+        )
+        if layer.grow:
+            layer.kernel_size = settings.extents
         return layer
 
     def fuse(self) -> Conv:

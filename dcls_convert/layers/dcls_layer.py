@@ -33,6 +33,7 @@ from ..geometry import (
     extent,
     is_uneven,
     learnt_axes,
+    on_every_axis,
     padded_cells,
     plain_numbers,
     position_limits,
@@ -176,12 +177,10 @@ class DclsLayer(CheckedLayer):
 
     def on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
         """Return a number for each axis; what is set after construction may be one for all."""
-        if isinstance(value, Sequence):
-            return tuple(value)
-        return (value,) * self.dims
+        return on_every_axis(value, self.dims)
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
-        sizes = self.on_every_axis(plain_numbers(value))
+        sizes = self.on_every_axis(value)
         are_integers = set(map(type, sizes)) == {int}
         if len(sizes) != self.dims or not are_integers or min(sizes) < minimum:
             raise ValueError(

@@ -10,6 +10,7 @@ Such classes are common where padding is not symmetric:
 import copy
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -17,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..geometry import DYNAMIC_SAME, Padding, Pair, extent, padded_cells
+from ..geometry import DYNAMIC_SAME, Padding, as_padding, padded_cells
+from .conv_settings import ConvSettings, own_settings
 from .padding import widths_of
 
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MAX_ERROR = 1e-5  # relative, of outputs in float32
 MAX_STRIDE_SEEN = 8  # inputs of as many sizes are tried
 
-_seen: WeakKeyDictionary[nn.Module, Padding | None] = WeakKeyDictionary()
+# What was seen of a convolution, and the attributes that it had.
+_seen: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Padding | None]] = WeakKeyDictionary()
 
 
 def padding_seen(conv: nn.Module) -> Padding | None:
@@ -33,7 +36,7 @@ def padding_seen(conv: nn.Module) -> Padding | None:
     A copy with random weights runs on inputs of several sizes, at least one for each phase of the
     stride, in train and in eval mode. Its outputs must be those of torch's function for the padded
     input. Padding is with zeros: the same cells at all sizes, or TensorFlow's SAME rule. An object
-    is seen once.
+    runs once, and again when its attributes have changed.
 
     Args:
         conv: A convolution whose only parameters are its weight and bias. It may be on the meta
@@ -42,18 +45,32 @@ def padding_seen(conv: nn.Module) -> Padding | None:
     Returns:
         The padding; None if forward does anything else.
     """
-    if conv not in _seen:
-        _seen[conv] = None
-        if _may_only_pad(conv):
-            try:
-                with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([]):
-                    _seen[conv] = _padding_seen(conv)
-            except Exception:  # forward is the user's own
-                pass
-    return _seen[conv]
+    attributes = _plain_attributes(conv)
+    attributes_then, padding = _seen.get(conv, (None, None))
+    if attributes == attributes_then:
+        return padding
+    padding = None
+    settings = own_settings(conv)
+    if _may_only_pad(conv, settings):
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([]):
+                padding = _padding_seen(conv, settings)
+        except Exception:  # forward is the user's own
+            pass
+    _seen[conv] = (attributes, padding)
+    return padding
 
 
-def _may_only_pad(conv: Any) -> bool:
+def _plain_attributes(conv: nn.Module) -> dict[str, Any]:
+    """Return the attributes that are numbers, texts or several of these; not the mode."""
+    plain = {}
+    for name, value in vars(conv).items():
+        if isinstance(value, int | float | str | tuple) and name != "training":
+            plain[name] = value
+    return plain
+
+
+def _may_only_pad(conv: nn.Module, settings: ConvSettings) -> bool:
     """False if a forward does more than pad, or cannot be run without changing the network."""
     has_tensors = any(True for child in conv.children() for _ in child.parameters())
     has_tensors |= any(True for _ in conv.buffers())
@@ -61,22 +78,23 @@ def _may_only_pad(conv: Any) -> bool:
     return (
         not has_tensors
         and len(inputs) == 2  # self and the input
-        and conv.padding_mode == "zeros"
-        and max(conv.stride) <= MAX_STRIDE_SEEN
+        and settings.padding_mode == "zeros"
+        and max(settings.stride) <= MAX_STRIDE_SEEN
     )
 
 
-def _padding_seen(conv: Any) -> Padding | None:
+def _padding_seen(conv: nn.Module, settings: ConvSettings) -> Padding | None:
     twin, weight, bias = _with_random_weights(conv)
     attributes = dict(vars(twin))
-    extents = list(map(extent, conv.kernel_size, conv.dilation))
+    stride = settings.stride
+    extents = settings.extents
     generator = torch.Generator().manual_seed(1)
     inputs = []
     outputs = []
-    for phase in range(max(2, *conv.stride)):
+    for phase in range(max(2, *stride)):
         # Large enough for a few outputs that see no padding.
-        shape = [1, conv.in_channels]
-        for side, step in zip(extents, conv.stride, strict=True):
+        shape = [1, settings.in_channels]
+        for side, step in zip(extents, stride, strict=True):
             shape.append(2 * side + 3 * step + phase)
         input = torch.randn(shape, generator=generator, device="cpu")
         for is_training in (False, True):
@@ -86,16 +104,16 @@ def _padding_seen(conv: Any) -> Padding | None:
     vars(twin)["training"] = attributes["training"]
     if vars(twin) != attributes:  # it keeps something, such as past steps
         return None
-    candidates: list[Padding] = [_numbers(inputs, outputs, extents, conv.stride)]
+    candidates: list[Padding] = [_numbers(inputs, outputs, extents, stride)]
     if len(extents) == 2:
         candidates.append(DYNAMIC_SAME)
 
     def explains(padding: Padding) -> bool:
         for input, output in zip(inputs, outputs, strict=True):
-            pairs = padded_cells(padding, input.shape[2:], extents, conv.stride)
+            pairs = padded_cells(padding, input.shape[2:], extents, stride)
             padded = F.pad(input, widths_of(pairs))
             function = FUNCTIONS[len(extents)]
-            expected = function(padded, weight, bias, conv.stride, 0, conv.dilation, conv.groups)
+            expected = function(padded, weight, bias, stride, 0, settings.dilation, settings.groups)
             if not (expected - output).norm() <= MAX_ERROR * expected.norm():
                 return False
         return True
@@ -120,8 +138,8 @@ def _with_random_weights(conv: Any) -> tuple[nn.Module, Tensor, Tensor | None]:
 
 
 def _numbers(
-    inputs: list[Tensor], outputs: list[Tensor], extents: list[int], stride: tuple[int, ...]
-) -> tuple[int | Pair, ...]:
+    inputs: list[Tensor], outputs: list[Tensor], extents: Sequence[int], stride: Sequence[int]
+) -> Padding:
     """Return the cells before and after each axis that explain what the first outputs see.
 
     padding 2 . . x x x x x     The first output of a kernel of 3 sees input 0 alone,
@@ -129,7 +147,7 @@ def _numbers(
     """
     first = outputs[0].flatten(2)[..., 0]
     (gradient,) = torch.autograd.grad(first.sum(), inputs[0])
-    padding: list[int | Pair] = []
+    padding = []
     for axis, (side, step) in enumerate(zip(extents, stride, strict=True)):
         seen = gradient.movedim(2 + axis, 0).flatten(1).any(1).nonzero()
         before = max(0, side - 1 - int(seen.max()))  # less is no padding
@@ -139,5 +157,5 @@ def _numbers(
                 lengths.append((input.shape[2 + axis] + before + after - side) // step + 1)
             if lengths >= [output.shape[2 + axis] for output in outputs]:
                 break
-        padding.append(before if before == after else (before, after))
-    return tuple(padding)
+        padding.append((before, after))
+    return as_padding(padding)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import cast
 
 from torch import nn
@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import PlanError, check_argument
 from ..geometry import size_text
-from ..layers.conv_classes import AnyConv, Conv, padding_of, why_not_replaceable
+from ..layers.conv_classes import AnyConv, Conv, settings_of, why_not_replaceable
+from ..layers.conv_settings import ConvSettings, dims_of, own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import MAX_PIXELS
 from ..text import one_line, short_list
@@ -95,7 +96,7 @@ def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
     first = next(iter(_convs_with_names(model)), None)
     if first is not None and size[0] == first.in_channels:
-        if len(size) - 1 == len(first.kernel_size):  # though later convolutions may have more axes
+        if len(size) - 1 == dims_of(first):  # though later convolutions may have more axes
             return size
     dims = max(_dims(model))
     if len(size) == dims:
@@ -109,7 +110,7 @@ def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dims(model: nn.Module) -> set[int]:
     """Return the numbers of spatial axes that the model's convolutions have; 2 without any."""
-    return {len(conv.kernel_size) for conv in _convs_with_names(model)} or {2}
+    return set(map(dims_of, _convs_with_names(model))) or {2}
 
 
 def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
@@ -130,7 +131,10 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         measured = _measure(model, convs, inputs)
         reasons |= measured.reasons
     first_names = [names[0] for names in names_of.values()]
-    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
+    spatial = set()
+    for conv, names in names_of.items():
+        if max(own_settings(conv).kernel_size) > 1:
+            spatial.add(names[0])
     stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
@@ -315,21 +319,14 @@ def _site(
     reads_attributes: str | None,
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
+    settings = settings_of(conv)
     return ConvSite(
+        **asdict(settings),
         names=tuple(names),
         type=type(conv).__name__,
-        kind=_kind(conv),
+        kind=_kind(settings),
         stage=stage,
         stem=stem,
-        in_channels=int(conv.in_channels),  # torch accepts NumPy's numbers
-        out_channels=int(conv.out_channels),
-        groups=int(conv.groups),
-        bias=conv.bias is not None,
-        kernel_size=tuple(map(int, conv.kernel_size)),
-        stride=tuple(map(int, conv.stride)),
-        dilation=tuple(map(int, conv.dilation)),
-        padding=padding_of(conv),
-        padding_mode=conv.padding_mode,
         lost_members=_lost_members(conv),
         reads_attributes=reads_attributes,
         input_extent=None if calls is None else calls.input_extent,
@@ -346,7 +343,7 @@ def _lost_members(conv: AnyConv) -> tuple[str, ...]:
     own_class = type(conv)
     if own_class.__module__.startswith(LIBRARIES):
         return ()
-    layer_class = DCLS_LAYERS[len(conv.kernel_size)]
+    layer_class = DCLS_LAYERS[dims_of(conv)]
     members = [name for name in dir(own_class) if not name.startswith("_")]
     return tuple(name for name in members if not hasattr(layer_class, name))
 
@@ -359,10 +356,10 @@ def _is_frozen(conv: AnyConv) -> bool:
     return True
 
 
-def _kind(conv: AnyConv) -> str:
-    if conv.groups == 1:
+def _kind(settings: ConvSettings) -> str:
+    if settings.groups == 1:
         return "dense"
-    if conv.groups == conv.in_channels:
+    if settings.groups == settings.in_channels:
         return "depthwise"
     return "grouped"
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
-from ..geometry import Direction, Grow, extent
-from ..layers.conv_classes import Conv
+from ..geometry import Direction, Grow
+from ..layers.conv_classes import Conv, settings_of
 from ..options import MAX_PIXELS
 from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
@@ -96,9 +96,9 @@ class Dependence:
         grow = grow or {}
         items = []
         for name, window in windows.items():
-            conv = self.convs[name]
+            extents = settings_of(self.convs[name]).extents
             for axis, size in enumerate(window):
-                if size > extent(conv.kernel_size[axis], conv.dilation[axis]):
+                if size > extents[axis]:
                     items.append((name, axis))
         with without_small_parameters(self.model), running(self.model) as run:
 
@@ -229,7 +229,7 @@ def _dependence(
     """Read laws off tables, and add columns near borders where there are some."""
     extents: set[int] = set()
     for conv in convs.values():
-        extents.update(map(extent, conv.kernel_size, conv.dilation))
+        extents.update(settings_of(conv).extents)
     laws: list[list[Law]] = []
     columns: list[list[DependenceColumn]] = []
     for table in tables:

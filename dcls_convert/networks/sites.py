@@ -8,7 +8,8 @@ from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from ..geometry import Direction, Grow, Padding, size_text
+from ..geometry import Direction, Grow, size_text
+from ..layers.conv_settings import ConvSettings
 from .input_tensors import Inputs
 
 # Why a window must not grow to both sides in a network that looks to one side only.
@@ -19,22 +20,13 @@ ONE_SIDE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OldConv:
-    """What both a site and the plan of its layer state about the old convolution.
-
-    Axes are in the order of tensor.shape.
-    """
+class OldConv(ConvSettings):
+    """What both a site and the plan of its layer state about the old convolution."""
 
     # Every qualified name of the object; the first is canonical.
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     stage: str | None  # "stages.2"; None outside all stages, or if the model has none
     kind: str  # "depthwise", "grouped" or "dense"
-    in_channels: int
-    out_channels: int
-    groups: int
-    bias: bool
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
     # Spatial output positions of all calls for one image; None if not known.
     output_positions: int | None
     # Smallest spatial input of any call, at the stated input size; None if not known.
@@ -78,9 +70,6 @@ class ConvSite(OldConv):
 
     type: str  # class name
     stem: bool  # whether it is in the stem as timm names it, or takes the image itself
-    stride: tuple[int, ...]
-    padding: Padding
-    padding_mode: str
     # Public members of its class that a DCLS layer does not have.
     lost_members: tuple[str, ...] = ()
     # Why other code needs the attributes of the convolution, which a layer has only if its window

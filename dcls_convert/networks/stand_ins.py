@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..geometry import DYNAMIC_SAME, Grow, ceil_div, extent, sides_of
-from ..layers.conv_classes import Conv, padding_of
+from ..geometry import DYNAMIC_SAME, Grow, ceil_div, sides_of
+from ..layers.conv_classes import Conv, settings_of
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
 # Written into weights; whatever other code does to a weight changes at least one of these values.
@@ -83,16 +83,16 @@ def with_window(
         axes: Axes along which the kernel has the window's size; along others it keeps its own.
         grow: How the window grows along each axis; empty means to both sides.
     """
-    sizes = _extents(conv)
+    settings = settings_of(conv)
+    sizes = list(settings.extents)
     for axis in axes:
         sizes[axis] = window[axis]
     layer = _layer_without_values(conv, sizes, grow=grow)
-    if (
-        layer.padding != DYNAMIC_SAME
-    ):  # has the attributes of the other one, for code that reads them
+    if layer.padding != DYNAMIC_SAME:
+        # Keep the attributes of the other one, for code that reads them.
         layer.grow = sides_of(grow, layer.dims)
-        layer.kernel_size = tuple(_extents(conv))
-        layer.padding = padding_of(conv)
+        layer.kernel_size = settings.extents
+        layer.padding = settings.padding
     plain = layer.plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
@@ -101,17 +101,13 @@ def with_window(
     return plain
 
 
-def _extents(conv: Conv) -> list[int]:
-    return [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
-
-
 def _stand_in_layer(conv: Conv, grow: Grow) -> DclsConvNd:
     """Make a layer whose window is larger along all axes on which the old kernel has cells.
 
     Its weight's last axis is one longer than the old kernel's, so that code that reads the shape
     sees a difference.
     """
-    sizes = _extents(conv)
+    sizes = list(settings_of(conv).extents)
     several = [axis for axis, size in enumerate(sizes) if size > 1] or [len(sizes) - 1]
     for axis in several:
         sizes[axis] += STAND_IN_GROWTH
@@ -127,7 +123,7 @@ def _layer_without_values(
 ) -> DclsConvNd:
     return DCLS_LAYERS[len(window)].from_conv_without_values(
         conv,
-        kernel_count=conv.kernel_size[-1] + 1,
+        kernel_count=conv.weight.shape[-1] + 1,
         dilated_kernel_size=tuple(window),
         interpolation="bilinear",
         dense_axes=dense_axes,

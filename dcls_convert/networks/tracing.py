@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
+from ..layers.conv_settings import dims_of
 from .input_tensors import Inputs
 from .inputs import random_arguments
 from .macs import MacCounter
@@ -54,7 +55,7 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in model.named_modules():
         if isinstance(module, AnyConv):
-            convs[module] = (name, len(module.kernel_size))
+            convs[module] = (name, dims_of(module))
     taken: list[Tensor] = []  # by the network
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

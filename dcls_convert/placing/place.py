@@ -4,7 +4,7 @@ This is structure alone; values are found elsewhere.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..geometry import all_new_cells
-from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
+from ..layers.conv_classes import CONV_CLASSES, Conv, settings_of, why_not_replaceable
+from ..layers.conv_settings import ConvSettings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -135,16 +136,19 @@ def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
         )
     if reason := why_not_replaceable(conv):
         raise PlanError(f"{layer.name}: {reason}")
-    for name in ("in_channels", "out_channels", "groups", "kernel_size", "dilation"):
-        if getattr(conv, name) != getattr(layer, name):
-            raise PlanError(
-                f"{layer.name}: {name} is {getattr(conv, name)}, "
-                f"the plan has {getattr(layer, name)}"
-            )
-    has_bias = conv.bias is not None
-    if has_bias != layer.bias:
-        raise PlanError(f"{layer.name}: has {'a' if has_bias else 'no'} bias, unlike the plan")
+    difference = describe_difference(settings_of(conv), layer)
+    if difference is not None:
+        raise PlanError(f"{layer.name}: {difference}")
     return conv
+
+
+def describe_difference(found: ConvSettings, planned: ConvSettings) -> str | None:
+    """Return a setting that is not as planned, such as "stride is (2, 2), ..."; None if all are."""
+    for name in (field.name for field in fields(ConvSettings)):
+        stated = getattr(planned, name)
+        if getattr(found, name) != stated and stated not in ((), ""):  # empty: see `LayerPlan`
+            return f"{name} is {getattr(found, name)!r}, the plan has {stated!r}"
+    return None
 
 
 def place_layers_without_values_(model: nn.Module, plan: ConversionPlan) -> None:

@@ -10,11 +10,11 @@ from pydantic import Field
 from ..errors import PlanError
 from ..geometry import (
     Grow,
+    Padding,
     Pair,
     along_learnt_axes,
     check_cells,
     check_window,
-    extent,
     grid_positions,
     learnt_axes,
     old_centre,
@@ -30,6 +30,11 @@ from ..text import one_line, shortened
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan(OldConv):
     """One convolution, and the DCLS layer that replaces it."""
+
+    # Empty in plans of version 0.3, which do not state them.
+    stride: tuple[int, ...] = field(default=(), compare=False)
+    padding: Padding = field(default=(), compare=False)
+    padding_mode: str = field(default="", compare=False)
 
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
@@ -90,11 +95,6 @@ class LayerPlan(OldConv):
         One more element per kernel needs this many weights.
         """
         return math.prod(self.position_shape[1:-1])
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Cells that the old kernel spans, on each axis."""
-        return tuple(map(extent, self.kernel_size, self.dilation))
 
     @property
     def old_cells(self) -> int:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcls_convert.geometry import DYNAMIC_SAME
-from dcls_convert.layers.conv_classes import padding_of, why_not_replaceable
+from dcls_convert.layers.conv_classes import settings_of, why_not_replaceable
 from dcls_convert.layers.own_forward import padding_seen
 
 
@@ -78,7 +78,7 @@ def test_the_padding_is_seen(name):
     conv, padding = KNOWN[name]
     values = copy.deepcopy(conv.state_dict())
     assert why_not_replaceable(conv) is None
-    assert padding_of(conv) == padding
+    assert settings_of(conv).padding == padding
     if not conv.weight.is_meta:
         for key, value in conv.state_dict().items():
             assert torch.equal(value, values[key])
