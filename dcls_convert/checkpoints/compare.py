@@ -1,17 +1,12 @@
 """Compare a model with what its folder loads."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from ..errors import CheckpointError, DclsConvertError
-from ..layers.dcls_conv import DclsConvNd
-from ..layers.state_dicts import settings_text
-from ..networks.wrappers import by_plain_name
-from ..planning.plan import ConversionPlan
+from ..errors import DclsConvertError
 from ..text import one_line
 from .fingerprint import Fingerprint, fingerprint_deviation, set_precision_, take_fingerprint
 from .folder import open_checkpoint
@@ -24,59 +19,6 @@ SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1
 # another: a detector finds no boxes, or the signal vanishes in a network without training.
 LEAST_VARIATION = 1e-4
 SAME_FOR_EVERY_IMAGE = "they are nearly the same for every image, as of some untrained networks"
-
-
-def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
-    """Refuse a model whose layers are not the plan's.
-
-    Raises:
-        CheckpointError: A layer is missing, or has another class, shape or tie.
-    """
-    modules = by_plain_name(model.named_modules(remove_duplicate=False))
-    for layer in plan.layers:
-        module = modules.get(layer.name)
-        shape = layer.position_shape[1:]
-        if plan.folded:
-            shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_size)
-        settings = settings_text(
-            layer.dilated_size, layer.interpolation, layer.dense_axes, layer.grow
-        )
-        is_dcls = isinstance(module, DclsConvNd)
-        problem = None
-        if module is None:
-            problem = f"it has no {layer.name}"
-        elif is_dcls == plan.folded:
-            problem = f"{layer.name} is a {type(module).__name__}"
-        elif tuple(module.weight.shape) != shape:
-            problem = f"{layer.name}.weight has shape {tuple(module.weight.shape)}, not {shape}"
-        elif is_dcls and module.settings != settings:
-            problem = f"{layer.name} has window {module.settings}, not {settings}"
-        if problem is not None:
-            raise CheckpointError(
-                f"the model does not fit its plan: {problem}. Give the network itself, as the plan "
-                "converted it; plan.without(...) leaves layers out, and "
-                "dataclasses.replace(plan, folded=True) is the plan of a folded network"
-            )
-    if plan.folded:
-        return
-    for layer in plan.layers:
-        _check_tie(modules, layer.name, layer.owner or layer.name)
-
-
-def _check_tie(modules: Mapping[str, nn.Module], name: str, owner_name: str) -> None:
-    """Refuse (CheckpointError) a layer that does not read its positions from their owner."""
-    owner = modules[owner_name]
-    if owner.is_tied:
-        raise CheckpointError(
-            f"the model does not fit its plan: {owner_name} reads positions of a layer that is no "
-            "longer in the model; copy.deepcopy(model) has them"
-        )
-    if modules[name].positions is not owner.positions:
-        raise CheckpointError(
-            f"the model does not fit its plan: {name} does not read its positions from "
-            f"{owner_name}. To tie it again: model.get_submodule({name!r}).tie_("
-            f"model.get_submodule({owner_name!r}))"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

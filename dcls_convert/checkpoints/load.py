@@ -96,6 +96,7 @@ def place_stored_plan_(model: nn.Module, plan: ConversionPlan) -> None:
     try:
         place_layers_without_values_(model, plan)
     except PlanError as error:
-        raise CheckpointError(
-            f"the plan does not fit {plan.model or 'the model'}: {error}"
-        ) from error
+        message = f"the plan does not fit {plan.model or 'the model'}: {error}"
+        if plan.model is None:
+            message += "; give the unconverted network as it was before convert_"
+        raise CheckpointError(message) from error

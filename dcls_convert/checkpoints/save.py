@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from ..networks.wrappers import inside_wrappers
 from ..output import new_output
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
-from .compare import Comparison, check_layers, compare_with_folder
+from .check_layers import check_layers, describe_hooks
+from .compare import Comparison, compare_with_folder
 from .current_plan import (
     plan_for_features,
     plan_for_source,
@@ -80,21 +82,22 @@ def save_converted(
     plan, state = _as_it_is(model, plan, source)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
     name = folder.resolve().name
-    note = None
+    notes: list[str] = []
     with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
         partial.mkdir()
         write_texts(partial, name, model, plan, report=report, picture=picture)
         write_weights(partial, state, fingerprint)
         if plan.source is None or not plan.source.is_from_registry:
+            notes += describe_hooks(model, plan)
             if type(model).__module__.startswith(("timm.models.", "torchvision.models.")):
-                note = NO_SOURCE
+                notes.append(NO_SOURCE)
         elif check:
             comparison = compare_with_folder(model, partial, fingerprint)
             if comparison.difference is not None:
                 own = plan_without_source(model, plan)
                 write_texts(partial, name, model, own, report=report, picture=picture)
-            note = _note_of_comparison(plan, comparison)
-    if note is not None:
+            notes += _notes_of_comparison(plan, comparison)
+    for note in notes:
         warnings.warn(note, stacklevel=2)
     return folder
 
@@ -146,17 +149,16 @@ def _as_it_is(
     return with_current_args(plan, model, state), state
 
 
-def _note_of_comparison(plan: ConversionPlan, comparison: Comparison) -> str | None:
-    """Return what to say of a folder that was loaded back; None if it is the model."""
+def _notes_of_comparison(plan: ConversionPlan, comparison: Comparison) -> Iterator[str]:
+    """Yield what to say of a folder that was loaded back; nothing if it is the model."""
     if comparison.difference is not None:
-        return (
+        yield (
             f"the model is no longer {plan.model} with its plan: {comparison.difference}. It is "
             "saved as your own: load it with load_converted(folder, model=...), given the "
             "unconverted network with the same changes"
         )
-    if comparison.not_compared is not None:
-        return (
+    elif comparison.not_compared is not None:
+        yield (
             f"whether the model is still {plan.model} with its plan was checked by names and "
             f"shapes, not by its outputs: {comparison.not_compared}"
         )
-    return None

@@ -3,12 +3,12 @@
 Torch would load them: names and shapes are the same for every window.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from ..geometry import Grow, along_learnt_axes, position_limits, size_text
+from ..geometry import along_learnt_axes, position_limits, size_text
 from .ties import POSITION_PARAMETERS, Tieable, at_least_float32, is_sharded
 
 # Cells. The last step of an optimizer may leave an element a little outside of the window; its next
@@ -17,24 +17,11 @@ MAX_OUTSIDE = 0.5
 CURE = "load it into a network that was converted in the same way"
 
 
-def settings_text(
-    window: Sequence[int], interpolation: str, dense_axes: Sequence[int], grow: Sequence[str]
-) -> str:
-    """Return "9x9, bilinear", or "9x1 (back, both), bilinear, dense axes (1,)" with all parts."""
-    sides = f" ({', '.join(grow)})" if grow else ""
-    text = f"{size_text(window)}{sides}, {interpolation}"
-    if dense_axes:
-        text += f", dense axes {dense_axes}"
-    return text
-
-
 class CheckedLayer(Tieable):
     """A layer that refuses state dicts of other conversions, with torch's own error."""
 
     dilated_kernel_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
-    interpolation: str
-    grow: tuple[Grow, ...]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Load the layer, unless the state dict is of another conversion.
@@ -68,13 +55,6 @@ class CheckedLayer(Tieable):
         if isinstance(positions, Tensor):
             return self._describe_positions_outside(positions, f"{prefix}positions")
         return None
-
-    @property
-    def settings(self) -> str:
-        """The settings of a layer that the shapes of its tensors do not show."""
-        return settings_text(
-            self.dilated_kernel_size, self.interpolation, self.dense_axes, self.grow
-        )
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
         """Return how far positions are outside of the window; None if at most `MAX_OUTSIDE`.

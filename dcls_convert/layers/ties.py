@@ -51,6 +51,11 @@ class Tieable(nn.Module):
         self._tied_to = (first,)
 
     @property
+    def owner(self) -> "Tieable":
+        """The layer that has the positions (and sigma) of this one: another, or this one itself."""
+        return self._tied_to[0] if self._tied_to else self
+
+    @property
     def is_tied(self) -> bool:
         """True if positions (and sigma) belong to another layer."""
         return bool(self._tied_to)

@@ -13,6 +13,7 @@ from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.source import LIBRARY_KINDS, ModelSource
 from ..text import short_list
+from .added_names import describe_added_names
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 CONVERTED_ENTRY = ".positions"  # how names of DCLS layers end
@@ -210,6 +211,9 @@ def _describe_names(missing: list[str], unexpected: list[str]) -> str:
             "these weights are of a converted model: load them into the model that load_converted "
             "or timm makes from its folder, and call save_converted"
         )
+    added = describe_added_names(unexpected)
+    if added is not None:
+        parts.append(added)
     return f"does not fit the model; {'; '.join(parts)}"
 
 

@@ -200,23 +200,15 @@ def test_a_wrapped_model_is_loaded_verified_and_folded(tmp_path):
 REFUSED = {
     "inside": (
         lambda m, p: (nn.ModuleDict({"ema": m}), p),
-        r"has no layer1\.0\.conv1\. Give the network",
-    ),
-    "folded": (
-        lambda m, p: dcls_convert.fold_to_dense_(m) and (m, p),
-        r"replace\(plan, folded=True\)",
+        r"layer1\.0\.conv1: the model has no such layer\. .* give the network that was converted",
     ),
     "plan of a folded network": (
         lambda m, p: (m, replace(p, folded=True)),
-        r"layer1\.0\.conv1 is a DclsConv2d",
-    ),
-    "untied": (
-        lambda m, p: replace_all(m, dcls_convert.DclsConv2d, copy.deepcopy) or (m, p),
-        "To tie it again: model.get_submodule",
+        r"layer1\.0\.conv1: is of class DclsConv2d\. .*replace\(plan, folded=False\)",
     ),
     "another window": (
         lambda _, p: (converted(dilated_size=9)[0], p),
-        "has window 9x9, bilinear, not 7x7, bilinear",
+        r"size is \(9, 9\), the plan has \(7, 7\)\. To save it, give the model's own plan",
     ),
 }
 
