@@ -20,7 +20,8 @@ from ..planning.plan import ConversionPlan
 from ..records import write_json
 from ..reports.report import ConversionReport
 from ..text import short_list
-from ..weights.loading import aliases_in, describe_non_finite
+from ..weights.loading import aliases_in, describe_non_finite, describe_unusual
+from ..weights.state_dict_choice import EXTRA_STATE
 from .card import loading_code, model_card
 from .fingerprint import Fingerprint
 from .folder import (
@@ -52,19 +53,28 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
             f"the model cannot be saved: its state dict lacks {short_list(sorted(missing))}, "
             "so a folder could not be loaded"
         )
-    problem: str | None
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            problem = f"its state dict has {name}, which is not a tensor"
-        elif tensor.is_meta:
-            problem = f"{name} is on the meta device, without values"
-        else:  # buffers may be attention masks
-            is_parameter = isinstance(tensor, nn.Parameter)
+        problem = describe_unusual(tensor)
+        if problem is not None:
+            problem = f"{name} is {problem}; {_cure(name, tensor)}"
+        else:
+            is_parameter = isinstance(tensor, nn.Parameter)  # buffers may be attention masks
             problem = describe_non_finite(name, tensor.detach(), mask=not is_parameter)
         if problem is not None:
             raise CheckpointError(f"the model cannot be saved: {problem}")
     clamp_positions_(model)
     return state
+
+
+def _cure(name: str, value: object) -> str:
+    """Say what to do about an entry of a state dict that a folder cannot hold."""
+    if name.endswith(EXTRA_STATE):
+        return "keep what get_extra_state returns in buffers, or save it yourself"
+    if isinstance(value, Tensor) and value.is_meta:
+        return "load its values first"
+    if isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
+        return "save the model before it is quantised or sharded; do that after load_converted"
+    return "store it dense, or make it in __init__ by register_buffer(..., persistent=False)"
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], fingerprint: Fingerprint) -> None:

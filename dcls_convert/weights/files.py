@@ -20,6 +20,7 @@ from ..progress import Note, ignore_messages
 from ..records import read_json
 from ..text import one_line, short_list, shortened
 from .find_file import INDEX, find_weights_file
+from .loading import describe_unusual
 from .state_dict_choice import EXTRA_STATE, choose_state_dict
 
 HEADER_START = b"{"  # the ninth byte of a safetensors file
@@ -126,28 +127,19 @@ def checked_entries(state: Mapping[Any, Any], where: str, note: Note) -> dict[st
             raise CheckpointError(
                 f"{where}: has a key of type {type(name).__name__}; weights have names"
             )
-        if _is_dense_tensor(value):
+        problem = describe_unusual(value)
+        if problem is None:
             entries[name] = value.detach()
         elif name.endswith(EXTRA_STATE) and not isinstance(value, Tensor):
             left_out.append(name)
         else:
-            kind = type(value).__name__
-            if isinstance(value, Tensor):
-                kind = f"tensor of {value.dtype} and {value.layout} on {value.device}"
             raise CheckpointError(
-                f"{where}: entry {shortened(name, 120)!r} is a {kind}; "
+                f"{where}: entry {shortened(name, 120)!r} is {problem}; "
                 "weights must be ordinary dense tensors of numbers"
             )
     if left_out:
         note(f"{where}: leaves out extra state that is not a tensor: {short_list(left_out)}")
     return entries
-
-
-def _is_dense_tensor(value: object) -> bool:
-    """True for an ordinary tensor of numbers."""
-    if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
-        return False
-    return value.layout == torch.strided
 
 
 def _read_file(path: Path) -> Any:

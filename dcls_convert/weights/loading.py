@@ -217,6 +217,21 @@ def _describe_names(missing: list[str], unexpected: list[str]) -> str:
     return f"does not fit the model; {'; '.join(parts)}"
 
 
+def describe_unusual(value: object) -> str | None:
+    """Say what a value is that files of weights do not hold; None for an ordinary dense tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}, not a tensor"
+    if value.is_meta:
+        return "on the meta device, without values"
+    if value.layout != torch.strided:
+        return f"sparse ({value.layout})"
+    if value.is_quantized:
+        return f"quantised ({value.dtype})"
+    if hasattr(type(value), "__tensor_flatten__"):
+        return f"a {type(value).__name__}, made of several tensors (quantised or sharded)"
+    return None
+
+
 def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     """Describe the NaN and infinite values of a tensor, or return None if it has none.
 
