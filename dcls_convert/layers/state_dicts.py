@@ -9,11 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from ..geometry import along_learnt_axes, position_limits, size_text
+from .interpolation import find_interpolation
 from .ties import POSITION_PARAMETERS, Tieable, at_least_float32, is_sharded
 
-# Cells. The last step of an optimizer may leave an element a little outside of the window; its next
-# use in training clamps it. The next larger window has elements up to one cell outside.
+# Cells. The last step of an optimizer may leave an element a little outside of the window, or a
+# sigma below its minimum; their next use in training clamps them. The next larger window has
+# elements up to one cell outside, and a Gaussian's sigmas start half a cell below a triangle's.
 MAX_OUTSIDE = 0.5
+MAX_BELOW = 0.25
 CURE = "load it into a network that was converted in the same way"
 
 
@@ -22,6 +25,7 @@ class CheckedLayer(Tieable):
 
     dilated_kernel_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
+    interpolation: str
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Load the layer, unless the state dict is of another conversion.
@@ -31,7 +35,7 @@ class CheckedLayer(Tieable):
         error_msgs: list[str] = others[-1]
         problem = self.describe_other_state(state_dict, prefix)
         if problem is not None and not any(CURE in message for message in error_msgs):
-            error_msgs.append(f"{problem}; {CURE}")  # one line for all layers
+            error_msgs.append(problem)  # one line for all layers
         for name in POSITION_PARAMETERS:
             stored = state_dict.get(prefix + name)
             if isinstance(stored, Tensor):
@@ -40,7 +44,11 @@ class CheckedLayer(Tieable):
             super()._load_from_state_dict(state_dict, prefix, *others)
 
     def describe_other_state(self, state: Mapping[str, Any], prefix: str) -> str | None:
-        """Return why this layer must not load the state dict; None if it may."""
+        """Return why this layer must not load the state dict, with a cure; None if it may."""
+        problem = self._describe_other_state(state, prefix)
+        return None if problem is None else f"{problem}, {CURE}"
+
+    def _describe_other_state(self, state: Mapping[str, Any], prefix: str) -> str | None:
         name = prefix.removesuffix(".") or type(self).__name__
         positions = state.get(f"{prefix}positions")
         if self.is_tied:
@@ -52,9 +60,13 @@ class CheckedLayer(Tieable):
                 f"{name} has weights but no positions in the state dict (load the weights of an "
                 "unconverted network before its conversion)"
             )
+        problem = None
         if isinstance(positions, Tensor):
-            return self._describe_positions_outside(positions, f"{prefix}positions")
-        return None
+            problem = self._describe_positions_outside(positions, f"{prefix}positions")
+        sigma = state.get(f"{prefix}sigma")
+        if problem is None and isinstance(sigma, Tensor):
+            problem = self._describe_sigma_below(sigma, f"{prefix}sigma")
+        return problem
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
         """Return how far positions are outside of the window; None if at most `MAX_OUTSIDE`.
@@ -65,13 +77,31 @@ class CheckedLayer(Tieable):
             return None
         excess = 0.0
         sides = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
-        for side, coordinates in zip(sides, positions.detach().float(), strict=True):
+        for axis, side in enumerate(sides):
             low, high = position_limits(side)
-            smallest, largest = coordinates.aminmax()
-            excess = max(excess, low - float(smallest), float(largest) - high)
+            smallest, largest = map(float, positions[axis].detach().float().aminmax())
+            outside = max(low - smallest, largest - high)
+            if outside > excess:
+                excess = outside
+                clamp = f"state[{name!r}][{axis}].clamp_({low}, {high})"
         if excess <= MAX_OUTSIDE:
             return None
         return (
             f"{name} has elements up to {excess:.3g} cells outside of the window "
-            f"{size_text(self.dilated_kernel_size)}, so they are of a larger window"
+            f"{size_text(self.dilated_kernel_size)}. If other code has moved them (an average, a "
+            f"task vector), clamp them first: {clamp}. If their network has a larger window"
+        )
+
+    def _describe_sigma_below(self, sigma: Tensor, name: str) -> str | None:
+        """Return how far sigmas are below their minimum; None if at most `MAX_BELOW`."""
+        minimum = find_interpolation(self.interpolation).min_sigma
+        if minimum is None or sigma.is_meta or is_sharded(sigma):
+            return None
+        smallest = float(sigma.detach().min())
+        if smallest >= minimum - MAX_BELOW:
+            return None
+        return (
+            f"{name} has values down to {smallest:.3g} cells; {self.interpolation} interpolation "
+            f"needs {minimum:g} or more. If other code has changed them, clamp them first: "
+            f"state[{name!r}].clamp_(min={minimum:g}). If their network has another interpolation"
         )

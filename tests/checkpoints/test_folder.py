@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcls_convert import convert_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS
@@ -162,13 +163,33 @@ def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name):
     assert torch.equal(maps[-1], model.forward_intermediates(x, intermediates_only=True)[-1])
 
 
+ONE = torch.ones(1)
+
+
+class Counter(nn.Module):
+    def get_extra_state(self):
+        return {"steps": 3}
+
+
 NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.to("meta"), "on the meta device, without values"),
+        (lambda m: m.to("meta"), "on the meta device, without values; load"),
+        (
+            lambda m: m.register_buffer("adjacency", torch.eye(3).to_sparse()),
+            r"adjacency is sparse \(torch.sparse_coo\); store it dense, or make it in __init__",
+        ),
+        (
+            lambda m: setattr(m.head.fc, "weight", nn.Parameter(TwoTensor(ONE, ONE))),
+            r"head\.fc\.weight is a TwoTensor, made of .*; save the model before it is quantised",
+        ),
+        (
+            lambda m: m.add_module("counter", Counter()),
+            r"counter\._extra_state is a dict, not a tensor; keep what get_extra_state returns in",
+        ),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),
     ],

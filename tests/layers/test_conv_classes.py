@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
@@ -12,7 +13,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, convert_, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
-from dcls_convert.layers.conv_classes import find_traits, why_not_replaceable
+from dcls_convert.layers.conv_classes import find_traits, settings_of, why_not_replaceable
 from dcls_convert.planning.rule_files import parse_rules
 
 from .common import close, randn
@@ -167,3 +168,35 @@ def test_a_class_with_the_forward_of_its_base_can_be_registered(registered):
     assert "register_conv" in why_not_replaceable(conv)
     register_conv(Doubled, weight=doubled)
     converted_and_folded(conv, SIZES)
+
+
+CHANGED = {
+    "a stride for all axes": {"stride": 2},
+    "a dilation for all axes": {"dilation": 2, "padding": 2},
+    "lists": {"stride": [1, 2], "dilation": [2, 1], "padding": [2, 1]},
+    "one in a tuple": {"stride": (2,), "padding": (1,)},
+    "numbers of numpy": {"stride": np.int64(2), "padding": tuple(np.array([1, 1]))},
+    "padding that reflect ignores": {"padding": (3, 3), "padding_mode": "reflect"},
+    "a mode of a padding by name": {"padding": "same", "padding_mode": "circular"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_settings_that_were_set_after_construction_are_read_as_torch_uses_them(change):
+    """An exact layer computes what the convolution does, whatever its attributes say."""
+    conv = nn.Conv2d(4, 4, 3, padding=1, groups=4, dtype=torch.float64)
+    for name, value in CHANGED[change].items():
+        setattr(conv, name, value)
+    extents = settings_of(conv).extents
+    layer = DclsConv2d.from_conv(
+        conv, kernel_count=9, dilated_kernel_size=[side + 4 for side in extents]
+    )
+    x = torch.randn(2, 4, 17, 18, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), conv(x))
+    torch.testing.assert_close(layer.fuse()(x), conv(x))
+
+
+def test_a_convolution_whose_attributes_contradict_its_weight_stays():
+    conv = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    conv.weight = nn.Parameter(torch.zeros(8, 1, 5, 5))
+    assert why_not_replaceable(conv) == ("its weight is 8x1x5x5, but its attributes state 8x1x3x3")

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import timm
@@ -57,6 +58,38 @@ def test_a_state_dict_of_a_larger_window_is_refused_in_one_line(tie, options):
 def test_a_layer_refuses_elements_in_the_border_of_the_next_larger_window():
     with pytest.raises(RuntimeError, match="up to 1 cells outside"):
         layer_of(7).load_state_dict(layer_of(9).state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("cure", ["clamp", "window"])
+def test_what_is_said_of_positions_outside_cures_both_causes(cure):
+    """A task vector moves elements out of the window; a larger window has them there."""
+    model, larger = network(9), network(17)
+    state = through_safetensors(larger.state_dict())
+    if cure == "window":
+        larger.load_state_dict(state)
+        return
+    clamps = []
+    while len(clamps) < 20:  # each message names one axis of one tensor
+        try:
+            model.load_state_dict(state)
+            break
+        except RuntimeError as error:
+            clamps.append(re.search(r"clamp them first: (.*?\))\. If", str(error))[1])
+            exec(clamps[-1])
+    assert 0 < len(clamps) < 20
+
+
+@pytest.mark.parametrize("through", [lambda state: state, through_safetensors])
+def test_sigmas_of_a_gaussian_are_not_loaded_as_those_of_a_triangle(through):
+    gaussian, triangle = (
+        DclsConv2d(2, 2, kernel_count=3, dilated_kernel_size=5, interpolation=name)
+        for name in ("gaussian", "triangle")
+    )
+    with pytest.raises(RuntimeError, match=r"values down to 0\.5 cells; triangle .* 1 or"):
+        triangle.load_state_dict(through(gaussian.state_dict()), strict=False)
+    with torch.no_grad():
+        triangle.sigma.sub_(0.2)  # a last step
+    DclsConv2d.load_state_dict(copy.deepcopy(triangle), through(triangle.state_dict()))
 
 
 def test_a_state_dict_with_other_ties_is_refused_though_not_strict():

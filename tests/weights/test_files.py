@@ -119,7 +119,7 @@ DAMAGES = {
     ),
     "sparse.pth": (
         with_first(torch.Tensor.to_sparse),
-        r"and torch\.sparse_coo on cpu; weights must be",
+        r"is sparse \(torch\.sparse_coo\); weights must be",
     ),
     "payload.pth": (with_first(lambda _: Payload()), r"Save the state dict alone: torch\.save"),
 }
