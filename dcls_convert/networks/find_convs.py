@@ -33,6 +33,7 @@ from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
+from .whole_networks import whole_networks
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
@@ -131,7 +132,8 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         reasons |= measured.reasons
     first_names = [names[0] for names in names_of.values()]
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial)
+    networks = _whole_networks(names_of, traced)
+    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial, networks)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
@@ -165,6 +167,15 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         dependence=measured.dependence,
         stages_from=stages.found_by,
     )
+
+
+def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | None) -> set[str]:
+    """Return the paths of whole networks in the model, as far as they and a trace show."""
+    convs = {names[0]: conv for conv, names in names_of.items()}
+    if traced is not None:
+        return whole_networks({name: convs[name] for name in traced.calls}, traced.begin_with_input)
+    # They are assumed to be called in the order in which they are defined, the first on the image.
+    return whole_networks(convs, set(list(convs)[:1]))
 
 
 def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:

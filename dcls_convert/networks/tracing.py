@@ -1,11 +1,13 @@
 """Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs
@@ -13,6 +15,7 @@ from .inputs import random_arguments
 from .macs import MacCounter
 from .model_outputs import finite_share, tensors_in
 from .running import running
+from .whole_networks import paths_above
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -25,18 +28,68 @@ class Calls:
     output_size: tuple[int, ...]  # spatial, of the first call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    # True if it saw an input of the network, or if it was called before any other convolution.
-    takes_image: bool = False
+    takes_image: bool = False  # True if it saw an input of the network in any call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """The record of one forward pass through a model."""
 
-    calls: dict[str, Calls]  # by the first qualified name of the convolution
+    calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
+    # Paths of the modules in which what is called first takes inputs of the network alone: the
+    # module itself, or one inside it, such as its first convolution.
+    begin_with_input: frozenset[str]
     macs: int  # of all operators
     uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
+
+
+@dataclass(slots=True)
+class _Beginnings:
+    """What the modules of a network are called with first, during a trace."""
+
+    inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # and their versions
+    # By path; False if other tensors are taken too.
+    takes_inputs: dict[str, bool] = field(default_factory=dict)
+    conv_was_called: bool = False
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.inputs.clear()
+        self.takes_inputs.clear()
+        self.conv_was_called = False
+
+    def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the inputs of the network."""
+        for tensor in tensors_in([args, kwargs]):
+            self.inputs.append((tensor, _version(tensor)))
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """True for an input of the network that nothing has changed in place."""
+        return any(tensor is one and _version(tensor) == version for one, version in self.inputs)
+
+    def note(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note what a module is called with, for itself and for the modules that hold it."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return
+        if isinstance(module, AnyConv) and not self.conv_was_called:
+            self.conv_was_called = True
+            self.inputs.append((tensors[0], _version(tensors[0])))  # perhaps preprocessed
+        takes_inputs = all(map(self.is_input, tensors))
+        for one in (*paths_above(path), path):
+            self.takes_inputs.setdefault(one, takes_inputs)
+
+    def with_input(self) -> frozenset[str]:
+        """Return the paths of the modules that take inputs of the network alone."""
+        return frozenset(path for path, takes in self.takes_inputs.items() if takes)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that changes when the tensor is changed in place, if torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
@@ -55,10 +108,7 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
     for name, module in model.named_modules():
         if isinstance(module, AnyConv):
             convs[module] = (name, len(module.kernel_size))
-    taken: list[Tensor] = []  # by the network
-
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken.extend(tensors_in([args, kwargs]))
+    beginnings = _Beginnings()
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -67,19 +117,18 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         name, dims = convs[module]
         output_size = tuple(output.shape[-dims:])
         input_extent = tuple(input.shape[-dims:])
-        is_first = not calls
         conv_calls = calls.setdefault(name, Calls(output_size, input_extent))
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if is_first or any(input is tensor for tensor in taken):
+        if beginnings.is_input(input):
             conv_calls.takes_image = True
 
     counter = MacCounter(model)
 
     def restart() -> None:
         calls.clear()
-        taken.clear()
+        beginnings.clear()
         counter.restart()
 
     arguments = random_arguments(inputs, device="meta" if on_meta else "cpu")
@@ -89,13 +138,18 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         contextlib.ExitStack() as stack,
         running(model, on_meta=on_meta, restart=restart) as run,
     ):
-        stack.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
+        stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
+        for path, module in model.named_modules():
+            if path:
+                hook = functools.partial(beginnings.note, path)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _end_after_the_head(model, stack)
         outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
+        begin_with_input=beginnings.with_input(),
         macs=counter.macs,
         uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),
