@@ -50,7 +50,8 @@ def find_stages(
         networks: Paths of the whole networks inside of the model. Each has the stages that it has
             alone, with its path before their names.
     """
-    if not networks or _timm_patterns(model)[0]:
+    networks = {path for path in networks if not _is_part_of_timm_model(model, path)}
+    if not networks:
         return _stages_of_network(model, names, strides, spatial)
     found_by: dict[str, None] = {}  # in order, each once
     stage_of: dict[str, str | None] = {}
@@ -76,6 +77,12 @@ def find_stages(
     return Stages(
         found_by=f"{' and '.join(found_by)} in each of {each}", stage_of=stage_of, stem=stem
     )
+
+
+def _is_part_of_timm_model(model: nn.Module, path: str) -> bool:
+    """True inside a model of timm, which is one network whatever its parts begin with."""
+    holders = ("", *paths_above(path))
+    return any(hasattr(model.get_submodule(holder), "group_matcher") for holder in holders)
 
 
 def _by_network(names: Sequence[str], networks: Set[str]) -> dict[str, list[str]]:

@@ -75,9 +75,9 @@ class _Beginnings:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
             return
-        if isinstance(module, AnyConv) and not self.conv_was_called:
-            self.conv_was_called = True
-            self.inputs.append((tensors[0], _version(tensors[0])))  # perhaps preprocessed
+        if not self.conv_was_called:  # perhaps an input that was prepared
+            self.inputs += [(tensor, _version(tensor)) for tensor in tensors]
+            self.conv_was_called = isinstance(module, AnyConv)
         takes_inputs = all(map(self.is_input, tensors))
         for one in (*paths_above(path), path):
             self.takes_inputs.setdefault(one, takes_inputs)

@@ -1,10 +1,13 @@
 """Whole networks in one container share no positions; the blocks of one network still do."""
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 from dcls_convert import convert_, find_convs, tuning
+
+from ..planning.nets import on_meta
 
 IMAGE = (3, 16, 16)
 STRUCTURE = "output stride and module path"
@@ -163,7 +166,7 @@ SEVERAL = {
         {"example_inputs": (torch.rand(1, 5, 16, 16), torch.rand(1, 5, 16, 16))},
     ),
     "prepared input": (
-        lambda: PreparedEnsemble(sequence(5), sequence(5)),
+        lambda: PreparedEnsemble(Network(5), Network(5)),
         2,
         {"input_size": (5, 16, 16)},
     ),
@@ -251,6 +254,16 @@ def test_blocks_of_one_network_are_no_networks(name):
     assert convs.stages_from == STRUCTURE
     stages = [site.stage for site in convs.sites if site.kind == "depthwise"]
     assert len(set(stages)) < len(stages)
+
+
+def test_a_model_of_timm_is_one_network_and_has_its_own_stages_in_an_ensemble():
+    two_stems = on_meta(timm.create_model, "crossvit_9_dagger_240")
+    assert find_convs(two_stems).stages_from == STRUCTURE
+    members = [timm.create_model("test_convnext") for _ in range(2)]
+    convs = find_convs(Ensemble(*members), (3, 32, 32))
+    assert convs.stages_from == "timm's group_matcher in each of members.0, members.1"
+    stages = {site.stage for site in convs.sites if site.kind == "depthwise"}
+    assert stages == {f"members.{i}.stages.{j}" for i in range(2) for j in range(4)}
 
 
 @pytest.mark.parametrize("name", ["ensemble", "generator and discriminator"])
