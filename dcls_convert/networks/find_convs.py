@@ -33,7 +33,7 @@ from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
-from .whole_networks import whole_networks
+from .whole_networks import paths_above, whole_networks
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
@@ -173,9 +173,11 @@ def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | N
     """Return the paths of whole networks in the model, as far as they and a trace show."""
     convs = {names[0]: conv for conv, names in names_of.items()}
     if traced is not None:
-        return whole_networks({name: convs[name] for name in traced.calls}, traced.begin_with_input)
+        called = {name: convs[name] for name in traced.calls}
+        return whole_networks(called, traced.begin_with_input, traced.begin_with_picture)
     # They are assumed to be called in the order in which they are defined, the first on the image.
-    return whole_networks(convs, set(list(convs)[:1]))
+    paths = [list(paths_above(name)) for name in convs]
+    return whole_networks(convs, set(*paths[:1]), set().union(*paths))
 
 
 def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:

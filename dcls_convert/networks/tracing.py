@@ -15,7 +15,7 @@ from .inputs import random_arguments
 from .macs import MacCounter
 from .model_outputs import finite_share, tensors_in
 from .running import running
-from .whole_networks import paths_above
+from .whole_networks import PICTURE_CHANNELS, paths_above
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -37,8 +37,9 @@ class Trace:
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
     # Paths of the modules in which what is called first takes inputs of the network alone: the
-    # module itself, or one inside it, such as its first convolution.
+    # module itself, or one inside it.
     begin_with_input: frozenset[str]
+    begin_with_picture: frozenset[str]  # likewise, for inputs and what may be pictures
     macs: int  # of all operators
     uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
@@ -49,14 +50,17 @@ class _Beginnings:
     """What the modules of a network are called with first, during a trace."""
 
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # and their versions
-    # By path; False if other tensors are taken too.
-    takes_inputs: dict[str, bool] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)  # paths in which something was called
+    with_input: set[str] = field(default_factory=set)  # see `Trace`
+    with_picture: set[str] = field(default_factory=set)
     conv_was_called: bool = False
 
     def clear(self) -> None:
         """Forget everything."""
         self.inputs.clear()
-        self.takes_inputs.clear()
+        self.called.clear()
+        self.with_input.clear()
+        self.with_picture.clear()
         self.conv_was_called = False
 
     def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,13 +82,18 @@ class _Beginnings:
         if not self.conv_was_called:  # perhaps an input that was prepared
             self.inputs += [(tensor, _version(tensor)) for tensor in tensors]
             self.conv_was_called = isinstance(module, AnyConv)
-        takes_inputs = all(map(self.is_input, tensors))
-        for one in (*paths_above(path), path):
-            self.takes_inputs.setdefault(one, takes_inputs)
+        others = [tensor for tensor in tensors if not self.is_input(tensor)]
+        paths = {*paths_above(path), path} - self.called
+        self.called |= paths
+        if not others:
+            self.with_input |= paths
+        if all(map(_may_be_picture, others)):
+            self.with_picture |= paths
 
-    def with_input(self) -> frozenset[str]:
-        """Return the paths of the modules that take inputs of the network alone."""
-        return frozenset(path for path, takes in self.takes_inputs.items() if takes)
+
+def _may_be_picture(tensor: Tensor) -> bool:
+    """True for a map of few channels, which lie on its second axis or its last, and for vectors."""
+    return tensor.dim() < 3 or min(tensor.shape[1], tensor.shape[-1]) <= PICTURE_CHANNELS
 
 
 def _version(tensor: Tensor) -> int:
@@ -149,7 +158,8 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
-        begin_with_input=beginnings.with_input(),
+        begin_with_input=frozenset(beginnings.with_input),
+        begin_with_picture=frozenset(beginnings.with_picture),
         macs=counter.macs,
         uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),

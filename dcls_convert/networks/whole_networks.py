@@ -4,21 +4,26 @@ from collections.abc import Iterator, Mapping, Set
 
 from ..layers.conv_classes import AnyConv
 
-PICTURE_CHANNELS = 3  # of a picture or a waveform, at most; networks of 4 are common in tests
+# Channels of a picture or a waveform, at most. Small networks have blocks of four channels.
+PICTURE_CHANNELS = 3
 
 
-def whole_networks(convs: Mapping[str, AnyConv], begin_with_input: Set[str]) -> set[str]:
+def whole_networks(
+    convs: Mapping[str, AnyConv], begin_with_input: Set[str], begin_with_picture: Set[str]
+) -> set[str]:
     """Return the paths of the whole networks that lie side by side in numbered containers.
 
     Children of a container are whole networks if at least two of them begin as networks do: on
-    inputs, or with a convolution that widens a picture. Of the blocks of one network, only the
-    first does. A child with a single convolution is a layer, such as a branch of a stem.
+    inputs, or on a picture, which their first convolution widens. Of the blocks of one network,
+    only the first does. A child with a single convolution is a layer, as in a stem of branches.
 
     Args:
         convs: Convolutions by name, in the order of their first calls.
-        begin_with_input: Paths of the modules, convolutions too, whose first call takes inputs.
+        begin_with_input: Paths of the modules that take inputs alone; see `Trace`.
+        begin_with_picture: Paths of the modules that take nothing but inputs and what may be
+            pictures.
     """
-    begin_a_network = begin_with_input | _widen_a_picture(convs)
+    widening = _widen_a_picture(convs)
     convs_in: dict[str, list[str]] = {}  # by the path of a module
     for name in convs:
         for path in paths_above(name):
@@ -26,7 +31,8 @@ def whole_networks(convs: Mapping[str, AnyConv], begin_with_input: Set[str]) -> 
     networks_in: dict[str, set[str]] = {}  # by the path of the container
     for path, (first, *others) in convs_in.items():
         container, _, number = path.rpartition(".")
-        if number.isdigit() and others and not begin_a_network.isdisjoint((path, first)):
+        begins = path in begin_with_input or (path in begin_with_picture and first in widening)
+        if number.isdigit() and others and begins:
             networks_in.setdefault(container, set()).add(path)
     networks: set[str] = set()
     for children in networks_in.values():

@@ -37,6 +37,17 @@ class ScaledBlock(Block):
         return x + super().forward(x * scale)
 
 
+class PictureBlock(Block):
+    """Its first convolution sees a picture, which is not all that it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x, picture):
+        return x + super().forward(self.widen(picture) * x)
+
+
 class Network(nn.Module):
     """It normalizes its input, so that the first convolution does not see the input itself."""
 
@@ -195,13 +206,13 @@ def test_no_stage_has_layers_of_two_networks(name):
 class Conditioned(nn.Module):
     """Every block takes an input of the network, beside the map."""
 
-    def __init__(self):
+    def __init__(self, block):
         super().__init__()
-        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
 
-    def forward(self, x, scale):
+    def forward(self, x, other):
         for block in self.blocks:
-            x = block(x, scale)
+            x = block(x, other)
         return x
 
 
@@ -240,17 +251,19 @@ ORDINARY = {
         (1, 16, 16),
     ),
     "branches of a stem": (Branches, IMAGE),
-    "blocks that take an input": (Conditioned, None),
+    "blocks that take a scale": (lambda: Conditioned(ScaledBlock), (8, 1, 1)),
+    "blocks that take a picture": (lambda: Conditioned(PictureBlock), IMAGE),
 }
 
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_blocks_of_one_network_are_no_networks(name):
     build, input_size = ORDINARY[name]
+    model = build()
     inputs = {"input_size": input_size}
-    if input_size is None:
-        inputs = {"example_inputs": (torch.rand(1, 8, 16, 16), torch.rand(1, 8, 1, 1))}
-    convs = find_convs(build(), **inputs)
+    if isinstance(model, Conditioned):
+        inputs = {"example_inputs": (torch.rand(1, 8, 16, 16), torch.rand(1, *input_size))}
+    convs = find_convs(model, **inputs)
     assert convs.stages_from == STRUCTURE
     stages = [site.stage for site in convs.sites if site.kind == "depthwise"]
     assert len(set(stages)) < len(stages)
