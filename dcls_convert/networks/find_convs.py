@@ -34,6 +34,7 @@ from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
+from .whole_networks import paths_above, whole_networks
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
@@ -135,7 +136,8 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     for conv, names in names_of.items():
         if max(own_settings(conv).kernel_size) > 1:
             spatial.add(names[0])
-    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial)
+    networks = _whole_networks(names_of, traced)
+    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial, networks)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
@@ -169,6 +171,17 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         dependence=measured.dependence,
         stages_from=stages.found_by,
     )
+
+
+def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | None) -> set[str]:
+    """Return the paths of whole networks in the model, as far as they and a trace show."""
+    convs = {names[0]: conv for conv, names in names_of.items()}
+    if traced is not None:
+        called = {name: convs[name] for name in traced.calls}
+        return whole_networks(called, traced.begin_with_input, traced.begin_with_picture)
+    # They are assumed to be called in the order in which they are defined, the first on the image.
+    paths = [list(paths_above(name)) for name in convs]
+    return whole_networks(convs, set(*paths[:1]), set().union(*paths))
 
 
 def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:

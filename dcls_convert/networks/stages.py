@@ -1,6 +1,6 @@
 """Find the stage of each convolution, from timm's names or from the model's structure.
 
-A stage is a part of the network that works at one resolution.
+A stage is a part of one network that works at one resolution.
 """
 
 import math
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..geometry import size_text
+from ..text import short_list
+from .whole_networks import paths_above
 
 # The deepest stems have this many spatial convolutions. A "stem" with more is a backbone, such as
 # the ResNet in front of a ViT.
@@ -31,7 +33,11 @@ class Stages:
 
 
 def find_stages(
-    model: nn.Module, names: Sequence[str], strides: Mapping[str, OutputStride], spatial: Set[str]
+    model: nn.Module,
+    names: Sequence[str],
+    strides: Mapping[str, OutputStride],
+    spatial: Set[str],
+    networks: Set[str],
 ) -> Stages:
     """Find the stages of a model.
 
@@ -41,7 +47,60 @@ def find_stages(
         strides: Output stride of each convolution, by its name; empty if the model is not traced.
         spatial: Names of the convolutions with a kernel larger than 1. Only these name stages: a
             1x1 before a strided convolution still works at the previous resolution.
+        networks: Paths of the whole networks inside of the model. Each has the stages that it has
+            alone, with its path before their names.
     """
+    networks = {path for path in networks if not _is_part_of_timm_model(model, path)}
+    if not networks:
+        return _stages_of_network(model, names, strides, spatial)
+    found_by: dict[str, None] = {}  # in order, each once
+    stage_of: dict[str, str | None] = {}
+    stem: set[str] = set()
+    names_in = _by_network(names, networks)
+    for network, full_names in names_in.items():
+        inside = {name: name.removeprefix(f"{network}.") for name in full_names}
+        alone = _stages_of_network(
+            model.get_submodule(network),
+            list(inside.values()),
+            {inside[name]: strides[name] for name in full_names if name in strides},
+            {inside[name] for name in full_names if name in spatial},
+        )
+        found_by[alone.found_by] = None
+        for name, name_alone in inside.items():
+            stage = alone.stage_of.get(name_alone)
+            if stage is not None and network:
+                stage = f"{network}.{stage}"
+            stage_of[name] = stage
+            if name_alone in alone.stem:
+                stem.add(name)
+    each = short_list(network for network in names_in if network)
+    return Stages(
+        found_by=f"{' and '.join(found_by)} in each of {each}", stage_of=stage_of, stem=stem
+    )
+
+
+def _is_part_of_timm_model(model: nn.Module, path: str) -> bool:
+    """True inside a model of timm, which is one network whatever its parts begin with."""
+    holders = ("", *paths_above(path))
+    return any(hasattr(model.get_submodule(holder), "group_matcher") for holder in holders)
+
+
+def _by_network(names: Sequence[str], networks: Set[str]) -> dict[str, list[str]]:
+    """Return the names in each innermost network; in "" those outside of all networks."""
+    names_in: dict[str, list[str]] = {}
+    for name in names:
+        network = ""
+        for path in paths_above(name):
+            if path in networks:
+                network = path
+        names_in.setdefault(network, []).append(name)
+    return names_in
+
+
+def _stages_of_network(
+    model: nn.Module, names: Sequence[str], strides: Mapping[str, OutputStride], spatial: Set[str]
+) -> Stages:
+    """Find the stages of one network; see `find_stages`."""
     stage_patterns, stem_patterns = _timm_patterns(model)
     stem = {name for name in names if _matches_any(stem_patterns, name)}
     if len(stem & spatial) > MAX_STEM_CONVS:
@@ -234,9 +293,7 @@ def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
     """
     strides_inside: dict[str, set[OutputStride]] = {}
     for name, stride in strides.items():
-        parts = name.split(".")
-        for length in range(1, len(parts)):
-            path = ".".join(parts[:length])
+        for path in paths_above(name):
             strides_inside.setdefault(path, set()).add(stride)
     # "net.layer12" -> "net.layer#", which is the same for all modules of a series.
     series_of = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}

@@ -1,11 +1,13 @@
 """Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..layers.conv_classes import AnyConv
 from ..layers.conv_settings import dims_of
@@ -14,6 +16,7 @@ from .inputs import random_arguments
 from .macs import MacCounter
 from .model_outputs import finite_share, tensors_in
 from .running import running
+from .whole_networks import PICTURE_CHANNELS, paths_above
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -26,18 +29,77 @@ class Calls:
     output_size: tuple[int, ...]  # spatial, of the first call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    # True if it saw an input of the network, or if it was called before any other convolution.
-    takes_image: bool = False
+    takes_image: bool = False  # True if it saw an input of the network in any call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """The record of one forward pass through a model."""
 
-    calls: dict[str, Calls]  # by the first qualified name of the convolution
+    calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
+    # Paths of the modules in which what is called first takes inputs of the network alone: the
+    # module itself, or one inside it.
+    begin_with_input: frozenset[str]
+    begin_with_picture: frozenset[str]  # likewise, for inputs and what may be pictures
     macs: int  # of all operators
     uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
+
+
+@dataclass(slots=True)
+class _Beginnings:
+    """What the modules of a network are called with first, during a trace."""
+
+    inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # and their versions
+    called: set[str] = field(default_factory=set)  # paths in which something was called
+    with_input: set[str] = field(default_factory=set)  # see `Trace`
+    with_picture: set[str] = field(default_factory=set)
+    conv_was_called: bool = False
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.inputs.clear()
+        self.called.clear()
+        self.with_input.clear()
+        self.with_picture.clear()
+        self.conv_was_called = False
+
+    def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the inputs of the network."""
+        for tensor in tensors_in([args, kwargs]):
+            self.inputs.append((tensor, _version(tensor)))
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """True for an input of the network that nothing has changed in place."""
+        return any(tensor is one and _version(tensor) == version for one, version in self.inputs)
+
+    def note(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note what a module is called with, for itself and for the modules that hold it."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return
+        if not self.conv_was_called:  # perhaps an input that was prepared
+            self.inputs += [(tensor, _version(tensor)) for tensor in tensors]
+            self.conv_was_called = isinstance(module, AnyConv)
+        others = [tensor for tensor in tensors if not self.is_input(tensor)]
+        paths = {*paths_above(path), path} - self.called
+        self.called |= paths
+        if not others:
+            self.with_input |= paths
+        if all(map(_may_be_picture, others)):
+            self.with_picture |= paths
+
+
+def _may_be_picture(tensor: Tensor) -> bool:
+    """True for a map of few channels, which lie on its second axis or its last, and for vectors."""
+    return tensor.dim() < 3 or min(tensor.shape[1], tensor.shape[-1]) <= PICTURE_CHANNELS
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that changes when the tensor is changed in place, if torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
@@ -56,10 +118,7 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
     for name, module in model.named_modules():
         if isinstance(module, AnyConv):
             convs[module] = (name, dims_of(module))
-    taken: list[Tensor] = []  # by the network
-
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        taken.extend(tensors_in([args, kwargs]))
+    beginnings = _Beginnings()
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -68,19 +127,18 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         name, dims = convs[module]
         output_size = tuple(output.shape[-dims:])
         input_extent = tuple(input.shape[-dims:])
-        is_first = not calls
         conv_calls = calls.setdefault(name, Calls(output_size, input_extent))
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if is_first or any(input is tensor for tensor in taken):
+        if beginnings.is_input(input):
             conv_calls.takes_image = True
 
     counter = MacCounter(model)
 
     def restart() -> None:
         calls.clear()
-        taken.clear()
+        beginnings.clear()
         counter.restart()
 
     arguments = random_arguments(inputs, device="meta" if on_meta else "cpu")
@@ -90,13 +148,19 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         contextlib.ExitStack() as stack,
         running(model, on_meta=on_meta, restart=restart) as run,
     ):
-        stack.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
+        stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
+        for path, module in model.named_modules():
+            if path:
+                hook = functools.partial(beginnings.note, path)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _end_after_the_head(model, stack)
         outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
+        begin_with_input=frozenset(beginnings.with_input),
+        begin_with_picture=frozenset(beginnings.with_picture),
         macs=counter.macs,
         uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),

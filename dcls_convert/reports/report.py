@@ -21,7 +21,7 @@ from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import adapter, write_json
 from ..tables import Table, as_html, as_text, indented
-from ..text import count_text, counts_text, printable, shortened
+from ..text import count_text, counts_text, printable, short_list, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
 from .costs import (
     BudgetReport,
@@ -36,6 +36,7 @@ from .costs import (
 from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the first line is red
+STAGES_NAMED = 4  # number of stages with tie groups that are named
 LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
@@ -410,7 +411,7 @@ def _budget_sentence(report: ConversionReport) -> str:
 
 
 def _positions_sentence(report: ConversionReport) -> str:
-    """Say how many positions are shared, and how elements spread over the cells."""
+    """Say how many positions are shared, in which stages, and how elements spread over cells."""
     tied = [layer for layer in report.layers if layer.tie_group is not None]
     names = sorted({layer.interpolation for layer in report.layers})
     interpolation = f"{' and '.join(names)} interpolation"
@@ -420,6 +421,7 @@ def _positions_sentence(report: ConversionReport) -> str:
     verb = "shares" if len(groups) == 1 else "share"
     shared = sum(layer.position_params for layer in tied)
     sentence = f"{count_text(len(groups), 'tie group')} {verb} {shared:,} {_coordinates(report)}"
+    sentence += f" in {short_list(dict.fromkeys(layer.stage for layer in tied), STAGES_NAMED)}"
     if len(tied) < len(report.layers):
         own = len(report.layers) - len(tied)
         sentence += f" (not shared: {count_text(own, 'layer')})"

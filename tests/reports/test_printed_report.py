@@ -38,11 +38,13 @@ def test_views_fit_80_columns_and_state_each_number(name):
     assert all(skip.name in longest.replace("\n", "") for skip in report.skipped)
 
 
-def test_the_verdict_comes_first_in_thirteen_lines():
+def test_the_verdict_comes_first_in_fourteen_lines():
     report = predicted_report("convnext_tiny", dilated_size=17)
     lines = printed(report).splitlines()
-    assert len(lines) <= 13
-    assert " 4 tie groups share 97,920 positions; bilinear interpolation." in lines
+    assert len(lines) <= 14
+    ties = "4 tie groups share 97,920 positions in stages.0, stages.1, stages.2, stages.3"
+    assert lines[-3].startswith(f" {ties};")
+    assert f"- {ties}; bilinear interpolation." in report_markdown(report)
     assert str(report) == "\n".join(lines)
     assert f"| {report.params.after:,} |" in report_markdown(report)
     assert " ".join(lines[:2]) == (
