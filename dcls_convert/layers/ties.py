@@ -152,21 +152,21 @@ class Tieable(nn.Module):
         """Change the layer's tensors, as `to`, `cuda`, `half` and so on do.
 
         `fn` gets flat tensors, since `to(memory_format=channels_last)` fails for five axes.
-        Positions and sigma stay in float32 at least.
+        Positions and sigma are in float32 at least afterwards, whatever they were before.
         """
-        kept_exact = set[int]()  # ids of positions, sigma and their gradients
+        exact = set[int]()  # ids of positions, sigma and their gradients
         for name in POSITION_PARAMETERS:
             parameter = self._parameters.get(name)
             if parameter is not None:
-                kept_exact |= {id(parameter), id(parameter.grad)}
+                exact |= {id(parameter), id(parameter.grad)}
 
         def change(tensor: Tensor) -> Tensor:
             if is_sharded(tensor):
                 return fn(tensor)
             flat = tensor.flatten()
             changed = fn(flat)
-            if id(tensor) in kept_exact and changed.dtype != at_least_float32(changed.dtype):
-                changed = flat.to(changed.device)
+            if id(tensor) in exact and changed.dtype != at_least_float32(changed.dtype):
+                changed = flat.to(changed.device, at_least_float32(flat.dtype))
             if changed is flat:
                 # The tensor itself: torch.utils.swap_tensors refuses a view of it.
                 return tensor

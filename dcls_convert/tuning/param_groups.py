@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, check_argument
 from ..networks.position_parameters import (
     PositionParameter,
+    describe_imprecise,
     position_parameters,
     refuse_flattened,
 )
@@ -77,6 +78,9 @@ def param_groups(
         "make the groups before you wrap it, with use_orig_params=True",
     )
     _warn_if_partly_frozen(position_parameters(model, "positions"))
+    imprecise = describe_imprecise(position_parameters(model))
+    if imprecise is not None:
+        warnings.warn(imprecise, stacklevel=2)
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
     for kind, scale in (("positions", position_lr_scale), ("sigma", sigma_lr_scale)):
         for parameter in position_parameters(model, kind):

@@ -20,6 +20,7 @@ from ..layers.position_statistics import border_share
 from ..layers.ties import is_sharded
 from ..networks.position_parameters import (
     PositionParameter,
+    describe_imprecise,
     position_parameters,
     refuse_flattened,
 )
@@ -126,6 +127,9 @@ class PositionTracker:
         rows = {}
         parameters = position_parameters(inside_wrappers(self.model), "positions")
         refuse_flattened(parameters, "update inside `with FSDP.summon_full_params(model):`")
+        imprecise = describe_imprecise(parameters)
+        if imprecise is not None and last is None and is_first_rank():
+            warnings.warn(imprecise, stacklevel=3)  # the caller of `update`; `no_grad` is between
         for parameter in parameters:
             name = WRAPPER_NAMES.sub("", parameter.name)
             positions: Any = parameter.tensor.detach()  # (A, *C, E)
