@@ -32,7 +32,23 @@ def is_eager(*tensors: Tensor) -> bool:
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    return _are_ordinary(tensors) and getattr(forward_ad, "_current_level", 0) < 0
+    return _are_ordinary(tensors) and not _has_tangents()
+
+
+def may_change_in_place(tensor: Tensor) -> bool:
+    """True if a layer may change this tensor of its own in a forward pass.
+
+    False under torch.func and forward-mode AD, and for all but parameters: FSDP1, DataParallel and
+    `functional_call` give layers tensors that were computed from parameters, often as views, and a
+    change could make the backward pass fail.
+    """
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return is_parameter and not _transforms_active() and not _has_tangents()
+
+
+def _has_tangents() -> bool:
+    """True if tensors may have tangents, of forward-mode AD."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def _are_ordinary(tensors: Sequence[Tensor]) -> bool:

@@ -5,8 +5,8 @@ One forward pass of a 2-D layer, on a CPU:
 1. `DclsLayer.forward` pads the input, if torch's convolution does not know the padding.
 2. `_convolve_2d`: the layer looks up how to convolve (`ways.py`, `depthwise/table.py`) and
    remembers it for inputs of the same kind.
-3. `clamped_kernel`: in training, positions are clamped; the kernel is constructed by the layer's
-   interpolation (`construction.py`; bilinear ones by `bilinear.py`).
+3. `clamped_kernel`: in training, positions are clamped, if they may be changed; the kernel is
+   constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. The way convolves, oneDNN's or torch's.
 
 On a GPU, the block kernels do steps 3 and 4 together if the interpolation is bilinear
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, cast, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from ..depthwise.eager import is_counting_flops, is_eager, is_exporting
+from ..depthwise.eager import is_counting_flops, is_eager, is_exporting, may_change_in_place
 from ..geometry import (
     DYNAMIC_SAME,
     Grow,
@@ -315,8 +315,8 @@ class DclsLayer(CheckedLayer):
                 self._ways.keep(key, found)
         convolve, takes_elements = found
         if takes_elements:
-            if self.training and torch.compiler.is_compiling():
-                self.clamp_positions_()
+            if torch.compiler.is_compiling():
+                self._clamp_before_use_()
             return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
         output = convolve(input, bias, self.clamped_kernel())
         if self.output_dtype is None:
@@ -325,9 +325,17 @@ class DclsLayer(CheckedLayer):
 
     def clamped_kernel(self) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""
-        if self.training and not is_exporting():
-            self.clamp_positions_()
+        if not is_exporting():
+            self._clamp_before_use_()
         return self.kernel()
+
+    def _clamp_before_use_(self) -> None:
+        """In training, clamp positions in place, if that is possible.
+
+        If not, they stay as they are: the kernel is that of the clamped positions anyway.
+        """
+        if self.training and may_change_in_place(self.positions):
+            self.clamp_positions_()
 
     def pad_input(self, input: Tensor) -> Tensor:
         """Add all padding to the input, for a convolution that does not pad."""

@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.eager import is_eager
+
 # The parameters that say where elements are. Layers of a tie group share them.
 POSITION_PARAMETERS = ("positions", "sigma")
 
@@ -31,6 +33,29 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def is_sharded(tensor: Tensor) -> bool:
     """True if FSDP2 has sharded the tensor, which makes it a DTensor."""
     return hasattr(tensor, "device_mesh")
+
+
+def is_flattened(tensor: Tensor) -> bool:
+    """True if FSDP1 has made the tensor a part of a flat shard, or freed its memory for a while.
+
+    The tensors of a layer, its bias apart, have at least three axes.
+    """
+    if tensor.dim() == 1:
+        return True
+    # FSDP1 frees the memory of views of its flat parameter. Tensors of torch.func have no storage.
+    if isinstance(tensor, nn.Parameter) or not is_eager(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+
+
+def _are_in_different_units(first: nn.Module, shared: Tensor, weight: Tensor) -> bool:
+    """True if FSDP1 has put the positions of the first layer into another unit than this weight."""
+    if is_flattened(shared):
+        return not is_flattened(weight)
+    # In one process, or with NO_SHARD, nothing is freed. In the forward pass of a unit, its
+    # parameters are plain tensors, so a parameter is of another unit, and would learn wrongly.
+    is_parameter = isinstance(shared, nn.Parameter) and not isinstance(weight, nn.Parameter)
+    return is_parameter and hasattr(first, "_is_fsdp_managed_module")
 
 
 class Tieable(nn.Module):
@@ -82,6 +107,11 @@ class Tieable(nn.Module):
                 "FSDP2 has sharded the positions of this layer with another one: give fully_shard "
                 "the whole stage whose layers share them, not its first block alone"
             )
+        if _are_in_different_units(first, shared, weight):
+            raise RuntimeError(
+                "FSDP1 has sharded the positions of this layer with another one: wrap the whole "
+                "stage whose layers share them, not its blocks, or convert with tie='none'"
+            )
         if shared.device == weight.device:
             return shared
         if shared.is_meta and hasattr(first, "_hf_hook"):
@@ -127,21 +157,21 @@ class Tieable(nn.Module):
         """Change the layer's tensors, as `to`, `cuda`, `half` and so on do.
 
         `fn` gets flat tensors, since `to(memory_format=channels_last)` fails for five axes.
-        Positions and sigma stay in float32 at least.
+        Positions and sigma are in float32 at least afterwards, whatever they were before.
         """
-        kept_exact = set[int]()  # ids of positions, sigma and their gradients
+        exact = set[int]()  # ids of positions, sigma and their gradients
         for name in POSITION_PARAMETERS:
             parameter = self._parameters.get(name)
             if parameter is not None:
-                kept_exact |= {id(parameter), id(parameter.grad)}
+                exact |= {id(parameter), id(parameter.grad)}
 
         def change(tensor: Tensor) -> Tensor:
             if is_sharded(tensor):
                 return fn(tensor)
             flat = tensor.flatten()
             changed = fn(flat)
-            if id(tensor) in kept_exact and changed.dtype != at_least_float32(changed.dtype):
-                changed = flat.to(changed.device)
+            if id(tensor) in exact and changed.dtype != at_least_float32(changed.dtype):
+                changed = flat.to(changed.device, at_least_float32(flat.dtype))
             if changed is flat:
                 # The tensor itself: torch.utils.swap_tensors refuses a view of it.
                 return tensor

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..depthwise import table
 from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
+from ..depthwise.eager import may_change_in_place
 from ..geometry import Padding, Pair, extent, static_padding
 
 MAX_WAYS = 100  # kept by a layer; with images of all sizes, they would grow without end
@@ -53,6 +54,7 @@ def key_of(
         positions.dtype,
         positions.device,
         positions.is_contiguous(),
+        type(positions),
         bias is not None and (bias.dtype, bias.device),
     )
 
@@ -112,6 +114,8 @@ def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> 
         output_dtype=layer.output_dtype,
         elements=layer.kernel_count,
         # A compiled program could lose what a kernel changes in a parameter.
-        clamps=layer.training and not torch.compiler.is_compiling(),
+        clamps=(
+            layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
+        ),
     )
     return functools.partial(convolve_by_plan, plan), True

@@ -1,15 +1,18 @@
 """The positions and sigmas of a model."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..errors import check_argument
+from ..errors import DclsConvertError, check_argument
 from ..geometry import Grow, along_learnt_axes, old_centre, position_limits, sides_of
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import POSITION_PARAMETERS
+from ..layers.ties import POSITION_PARAMETERS, at_least_float32, is_flattened
 
 # Method of a model that timm's optimizers call for the names of parameters without weight decay.
 NO_WEIGHT_DECAY = "no_weight_decay"
@@ -71,15 +74,51 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
     return tuple(parameters.values())
 
 
+def refuse_flattened(parameters: Iterable[PositionParameter], cure: str) -> None:
+    """Raise a DclsConvertError if FSDP1 has flattened positions; `cure` says what works there."""
+    if any(is_flattened(parameter.tensor) for parameter in parameters):
+        raise DclsConvertError(f"FSDP1 has flattened the positions of this model; {cure}")
+
+
+def describe_imprecise(parameters: Iterable[PositionParameter]) -> str | None:
+    """Say which trained positions and sigmas are below float32, what is lost, and the cure."""
+    imprecise = []
+    for parameter in parameters:
+        dtype = parameter.tensor.dtype
+        if parameter.tensor.requires_grad and dtype != at_least_float32(dtype):
+            imprecise.append(parameter)
+    if not imprecise:
+        return None
+    first = imprecise[0]
+    others = f" and {len(imprecise) - 1} more" if len(imprecise) > 1 else ""
+    border = max(size // 2 for size in first.learnt_size)
+    # Neighbouring numbers just above a power of two are eps times this power apart; half is lost.
+    exponent = math.floor(math.log2(max(border, 1)))
+    lost_step = torch.finfo(first.tensor.dtype).eps / 2 * 2**exponent
+    network_dtype = next(iter(first.layers.values())).weight.dtype
+    return (
+        f"{first.name}{others} in {first.tensor.dtype}: steps below {lost_step:.2g} cells are "
+        f"lost near the border of the window; model.to({network_dtype}) gives positions float32 "
+        "again, and keeps the network's dtype"
+    )
+
+
 def clamp_positions_(model: nn.Module) -> None:
     """Clamp all positions to their windows, and all sigmas to at least their minimum.
 
     The layers clamp their own parameters in each training forward pass, and `save_converted` those
     of the model. Call this after every step to follow the paper to the letter, so that positions
-    are always inside their windows. Under FSDP2 it is needed, since the layers there clamp only the
-    gathered copies of their parameters.
+    are always inside their windows. It is needed where layers cannot clamp their parameters: under
+    FSDP2, FSDP1 (inside `FSDP.summon_full_params(model)`), `nn.DataParallel` and `torch.func`.
+
+    Raises:
+        DclsConvertError: FSDP1 has flattened the positions.
     """
     check_argument("model", model, nn.Module)
+    refuse_flattened(
+        position_parameters(model),
+        "clamp them inside `with FSDP.summon_full_params(model):`",
+    )
     for layer in model.modules():
         if isinstance(layer, DclsConvNd):
             layer.clamp_positions_()

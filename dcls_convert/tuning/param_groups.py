@@ -11,7 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..networks.position_parameters import PositionParameter, position_parameters
+from ..networks.position_parameters import (
+    PositionParameter,
+    describe_imprecise,
+    position_parameters,
+    refuse_flattened,
+)
 from ..networks.wrappers import inside_wrappers
 from ..options import POSITION_LR_SCALE
 from ..text import short_list
@@ -54,7 +59,8 @@ def param_groups(
         timm_options: Passed to timm's `param_groups_weight_decay` or `param_groups_layer_decay`.
 
     Raises:
-        DclsConvertError: A rate, scale or decay is negative or not finite.
+        DclsConvertError: A rate, scale or decay is negative or not finite, or FSDP1 has flattened
+            the parameters.
     """
     check_argument("model", model, nn.Module)
     if sigma_lr_scale is None:
@@ -67,7 +73,14 @@ def param_groups(
         sigma_lr_scale=sigma_lr_scale,
     )
     model = inside_wrappers(model)
+    refuse_flattened(
+        position_parameters(model),
+        "make the groups before you wrap it, with use_orig_params=True",
+    )
     _warn_if_partly_frozen(position_parameters(model, "positions"))
+    imprecise = describe_imprecise(position_parameters(model))
+    if imprecise is not None:
+        warnings.warn(imprecise, stacklevel=2)
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
     for kind, scale in (("positions", position_lr_scale), ("sigma", sigma_lr_scale)):
         for parameter in position_parameters(model, kind):

@@ -18,7 +18,12 @@ from ..geometry import plain_numbers
 from ..input import read_bytes
 from ..layers.position_statistics import border_share
 from ..layers.ties import is_sharded
-from ..networks.position_parameters import PositionParameter, position_parameters
+from ..networks.position_parameters import (
+    PositionParameter,
+    describe_imprecise,
+    position_parameters,
+    refuse_flattened,
+)
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import STRICT, Record, adapter
 from ..text import one_line
@@ -75,8 +80,8 @@ class PositionTracker:
             groups.
 
     Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
-    `update` and gets the record, but only rank 0 writes to the file. FSDP1 is not supported, since
-    it flattens parameters into shards.
+    `update` and gets the record, but only rank 0 writes to the file. Under FSDP1, give
+    the network itself, not the wrapper, and update inside `FSDP.summon_full_params(wrapper)`.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -109,7 +114,6 @@ class PositionTracker:
             step: Number of the step or epoch; it must increase. Speeds are per unit of `step`.
 
         Raises:
-            DclsConvertError: `step` is not an integer above the last step.
             CheckpointError: The file cannot be written.
         """
         step = plain_numbers(step)
@@ -121,7 +125,12 @@ class PositionTracker:
             for group in self.optimizer.param_groups:
                 rate_of |= {id(one): float(group["lr"]) for one in group["params"]}
         rows = {}
-        for parameter in position_parameters(inside_wrappers(self.model), "positions"):
+        parameters = position_parameters(inside_wrappers(self.model), "positions")
+        refuse_flattened(parameters, "update inside `with FSDP.summon_full_params(model):`")
+        imprecise = describe_imprecise(parameters)
+        if imprecise is not None and last is None and is_first_rank():
+            warnings.warn(imprecise, stacklevel=3)  # the caller of `update`; `no_grad` is between
+        for parameter in parameters:
             name = WRAPPER_NAMES.sub("", parameter.name)
             positions: Any = parameter.tensor.detach()  # (A, *C, E)
             if is_sharded(positions):

@@ -209,6 +209,9 @@ def clamped_positions():
     outputs = layer(images)
     layer.train()(images)
     assert torch.equal(layer.positions, before.clamp(-4, 4))
+    computed = before.clone()  # no parameter: it may be a view, as under FSDP1
+    torch.func.functional_call(layer, {"positions": computed}, (images,))
+    assert torch.equal(computed, before)
     inside = torch.randn_like(before).clamp(-4, 4)  # not rounded, although their cells are
     layer.positions.data.copy_(inside)
     layer(images)

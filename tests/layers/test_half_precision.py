@@ -1,21 +1,24 @@
 """Positions learn in networks of half precision: they stay in float32."""
 
+import copy
+
 import pytest
 import timm
 import torch
 
-from dcls_convert import convert_, load_converted, save_converted
+from dcls_convert import convert_, load_converted, save_converted, tuning
+from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.position_parameters import position_parameters
 
 IMAGE = (3, 32, 32)
 
 
-def converted(dtype, interpolation="bilinear"):
+def converted(dtype, interpolation="bilinear", size=9):
     torch.manual_seed(0)
     model = timm.create_model("test_convnext").to(dtype)
     report = convert_(
         model,
-        dilated_size=9,
+        dilated_size=size,
         init="random",
         positions="kernel",
         interpolation=interpolation,
@@ -26,6 +29,10 @@ def converted(dtype, interpolation="bilinear"):
 
 def dtypes_of(model):
     return {parameter.tensor.dtype for parameter in position_parameters(model)}
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, DclsConvNd)]
 
 
 @pytest.mark.parametrize(
@@ -56,3 +63,54 @@ def test_positions_that_are_assigned_in_bfloat16_are_in_float32():
     state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert dtypes_of(model) == {torch.float32}
+
+
+@pytest.fixture
+def changed():
+    """A network whose parameters are all bfloat16, as after `p.data = p.data.bfloat16()`."""
+    model, plan = converted(torch.bfloat16, "gaussian", size=17)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert dtypes_of(model) == {torch.bfloat16}
+    return model, plan
+
+
+def test_kernels_of_positions_below_float32_are_computed_in_float32_from_them(changed, tmp_path):
+    model, plan = changed
+    exact = copy.deepcopy(model).to(torch.bfloat16)  # the same values in float32
+    kernels = [layer.kernel() for layer in layers(model)]
+    for kernel, layer in zip(kernels, layers(exact), strict=True):
+        assert torch.equal(kernel, layer.kernel())
+    save_converted(model, plan, tmp_path / "folder")
+    loaded = load_converted(tmp_path / "folder")
+    assert dtypes_of(loaded) == {torch.float32}
+    for kernel, layer in zip(kernels, layers(loaded), strict=True):
+        assert torch.equal(kernel, layer.kernel().bfloat16())
+
+
+def test_positions_below_float32_are_told_and_the_cure_lets_them_move(changed):
+    model, _ = changed
+    first = position_parameters(model)[0].tensor
+    torch.nn.init.constant_(first, 7.3)
+    first.grad = torch.ones_like(first)
+
+    def moves():
+        before = first.detach().clone()
+        torch.optim.SGD([first], lr=0.01).step()
+        return before - first
+
+    assert not moves().any()
+    tracker = tuning.PositionTracker(model)
+    told = r"positions and \d+ more in torch.bfloat16: steps below 0.031 cells are lost"
+    for call in (lambda: tuning.param_groups(model, lr=1e-3), lambda: tracker.update(0)):
+        with pytest.warns(UserWarning, match=told) as warned:
+            call()
+        assert [warning.filename for warning in warned] == [__file__]
+        assert "model.to(torch.bfloat16) gives positions float32" in str(warned[0].message)
+    model.to(torch.bfloat16)  # the cure
+    assert dtypes_of(model) == {torch.float32}
+    assert first.grad.dtype == torch.float32
+    assert model.stages[0].blocks[0].conv_dw.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(moves(), torch.full_like(first, 0.01), rtol=0, atol=1e-6)
+    tuning.param_groups(model, lr=1e-3)  # no warning
+    tracker.update(1)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import dcls_convert
@@ -26,6 +27,25 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 BATCH = 4
 STEPS = 2
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatCase:
+    """A training under FSDP1."""
+
+    unit: str = "root"  # what is wrapped by itself: "root", "stage" or "block"
+    strategy: str = "FULL_SHARD"
+    use_orig_params: bool = True
+    interpolation: str = "bilinear"
+    dilated_size: tuple[int, int] = (11, 7)
+
+
+FLAT_CASES = [
+    FlatCase(),
+    FlatCase(use_orig_params=False),
+    FlatCase(unit="stage", interpolation="gaussian"),
+    FlatCase(unit="stage", use_orig_params=False, dilated_size=(9, 9)),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +72,7 @@ CASES = [
 ]
 
 
-def converted(case: Case) -> nn.Module:
+def converted(case: Case | FlatCase) -> nn.Module:
     torch.manual_seed(0)
     # With the default layer scale of 1e-6, no position would learn.
     model = timm.create_model("test_convnext", num_classes=3, ls_init_value=0.5)
@@ -140,6 +160,89 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     }
 
 
+def wrapped(model: nn.Module, case: FlatCase) -> nn.Module:
+    """Wrap with FSDP1."""
+    kinds: dict[str, nn.Module] = {"stage": model.stages[0], "block": model.stages[0].blocks[0]}
+    policy = None
+    if case.unit != "root":
+        policy = ModuleWrapPolicy({type(kinds[case.unit])})
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        use_orig_params=case.use_orig_params,
+        sharding_strategy=ShardingStrategy[case.strategy],
+        device_id=torch.device("cpu"),
+    )
+
+
+def train_flat(case: FlatCase, rank: int = 0, processes: int = 1) -> dict[str, Any]:
+    """Train under FSDP1 if there are several processes."""
+    network = converted(case)
+    model = network
+    # With `use_orig_params`, FSDP1 keeps these parameters, and gives them other shapes.
+    groups: Any = tuning.param_groups(network, lr=0.1, weight_decay=0.5)
+    if processes > 1:
+        model = wrapped(network, case)
+    if not case.use_orig_params:
+        groups = [*model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    tracker = tuning.PositionTracker(network)
+    spreads = []
+    own_images = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
+    losses = []
+    for step in range(STEPS):
+        images, labels = batch(step)
+        loss = nn.functional.cross_entropy(model(images[own_images]), labels[own_images])
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            tuning.clamp_positions_(model)
+            record = tracker.update(step)
+        spreads.append({name: row.spread for name, row in record.positions.items()})
+        optimizer.zero_grad()
+    return {
+        "losses": torch.stack(losses),
+        "spreads": spreads,
+        "state": get_model_state_dict(model, options=FULL),
+        "refusals": refusals(network) if processes > 1 else [],
+    }
+
+
+def refusals(model: nn.Module) -> list[str]:
+    """Return how functions refuse flattened positions."""
+    tracker = tuning.PositionTracker(model)
+    calls = (
+        lambda: tuning.clamp_positions_(model),
+        lambda: tuning.param_groups(model),
+        lambda: tuning.repulsive_loss(model),
+        lambda: tracker.update(0),
+    )
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except dcls_convert.DclsConvertError as error:
+            messages.append(str(error))
+    return messages
+
+
+def errors_if_every_block_is_wrapped() -> list[str]:
+    """Return what FSDP1 says where tied layers are in other units than their positions."""
+    messages = []
+    for case in (
+        FlatCase(unit="block"),
+        FlatCase(unit="block", use_orig_params=False),
+        FlatCase(unit="block", strategy="NO_SHARD"),  # as FSDP1 does in one process
+    ):
+        model = wrapped(converted(case), case)
+        try:
+            model(batch(0)[0])
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -150,6 +253,8 @@ def main(folder: Path) -> None:
     results = {
         "cases": [train(case, rank, processes) for case in CASES],
         "error": error_if_every_block_is_sharded(),
+        "flat cases": [train_flat(case, rank, processes) for case in FLAT_CASES],
+        "flat errors": errors_if_every_block_is_wrapped(),
     }
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()  # as finetune.py's `end`

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .distributed_worker import CASES, converted, train
+from .distributed_worker import CASES, FLAT_CASES, converted, train, train_flat
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -79,3 +79,25 @@ def test_steps_equal_those_of_one_process_with_the_whole_batch_and_ties_hold(tra
 def test_blocks_that_share_positions_are_not_sharded_one_by_one(trained):
     for results in trained:
         assert re.match("FSDP2 has sharded the positions .* the whole stage", results["error"])
+
+
+@pytest.mark.parametrize(("index", "case"), list(enumerate(FLAT_CASES)))
+def test_fsdp1_trains_as_one_process_and_says_what_cannot_be_done_with_flat_shards(
+    trained, index, case
+):
+    alone = train_flat(case)
+    together = [results["flat cases"][index] for results in trained]
+    torch.testing.assert_close(together[0]["state"], alone["state"], rtol=0, atol=FLOAT64_ATOL)
+    losses = torch.stack([results["losses"] for results in together]).mean(0)
+    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=FLOAT64_ATOL)
+    for results in together:
+        torch.testing.assert_close(results["spreads"], alone["spreads"], rtol=0, atol=FLOAT64_ATOL)
+        assert len(results["refusals"]) == 4
+        assert all("FSDP1 has flattened" in message for message in results["refusals"])
+
+
+def test_fsdp1_does_not_wrap_blocks_that_share_positions_one_by_one(trained):
+    for results in trained:
+        assert len(results["flat errors"]) == 3
+        for message in results["flat errors"]:
+            assert re.match("FSDP1 has sharded the positions .* wrap the whole stage", message)
