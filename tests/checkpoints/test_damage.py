@@ -221,6 +221,7 @@ def test_what_timm_saves_after_fine_tuning_loads(folder, tmp_path):
         by_timm = timm.create_model(f"local-dir:{path}", pretrained=True)
         for loaded in (by_timm, load_converted(path)):
             assert torch.equal(outputs(loaded), outputs(model))
+        assert verify(path).ok
         assert problems(verify(path)) == [
             f"{WEIGHTS}: not checked: another program wrote it, without a hash",
             "outputs: not checked: none are stored",
@@ -252,18 +253,24 @@ def test_a_missing_tensor_is_noticed_with_a_new_head_too(folder, tmp_path):
         timm.create_model(name, pretrained=True, num_classes=5)
 
 
-def test_a_model_that_only_its_user_can_build_is_checked_without_or_with_it(tmp_path):
+def test_a_model_that_only_its_user_can_build_is_ok_only_with_it(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
     unconverted = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, (3, 8, 8)), dilated_size=5)
     apply_plan_(model, plan)
     folder = save_converted(model, plan, tmp_path / "own")
     verified = verify(folder)
-    assert verified.ok
+    assert verified.ok is None
     assert [check.name for check in verified.checks if check.ok is None] == ["model"]
+    out, err = run("verify", folder, "--json", code=4)
+    assert json.loads(out)["ok"] is None
+    assert "not checked; name the unconverted network: --model package.module:factory" in err
     verified = verify(folder, model=unconverted)
     assert problems(verified) == []
+    assert verified.ok
     assert "outputs" in {check.name for check in verified.checks}
+    flip_bit(folder, -1)
+    assert verify(folder).ok is False
 
 
 def test_a_folder_for_timm_alone_is_checked(folder, tmp_path):
