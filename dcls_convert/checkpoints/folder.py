@@ -90,6 +90,7 @@ class Checkpoint:
     # What the model takes, from the plan; without one, from `pretrained_cfg`.
     inputs: Inputs | None
     pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
+    stated_classes: dict[str, Any]  # each place in the config that states them, and its number
     provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
     is_ours: bool  # whether this package wrote the config, and no other program over it
 
@@ -215,6 +216,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         stored_source=source,
         inputs=inputs,
         pretrained_cfg=pretrained_cfg,
+        stated_classes=_stated_classes(config),
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
@@ -236,6 +238,17 @@ def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in config:
             cfg[name] = config[name]
     return cfg
+
+
+def _stated_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of classes in each place of the config that states it."""
+    stated = {}
+    if "num_classes" in config:
+        stated["num_classes"] = config["num_classes"]
+    cfg = config.get("pretrained_cfg")
+    if isinstance(cfg, dict) and "num_classes" in cfg:
+        stated["pretrained_cfg.num_classes"] = cfg["num_classes"]
+    return stated
 
 
 def reason_not_a_checkpoint(path: Path) -> str | None:

@@ -10,9 +10,10 @@ from ..errors import DclsConvertError
 from ..input import check_folder
 from ..progress import Notify, ignore_messages
 from ..records import Record
+from ..text import shortened
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
+from .folder import CONFIG, WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
 from .load import load_state
 
 MODEL = "model"  # name of the check that rebuilds the model
@@ -96,6 +97,7 @@ def _checks(
         yield _problem(MODEL, error, checkpoint.weights_path)
         return
     yield Check(name=MODEL, ok=True, detail=f"rebuilt; all {len(state)} tensors fit")
+    yield from _check_classes(loaded, checkpoint)
     yield _check_outputs(loaded, checkpoint, state, stamp)
 
 
@@ -115,6 +117,20 @@ def _check_hash(checkpoint: Checkpoint, state: Mapping[str, Tensor], stamp: Stam
     except DclsConvertError as error:
         return _problem(WEIGHTS, error, checkpoint.weights_path)
     return Check(name=WEIGHTS, ok=True, detail="as written")
+
+
+def _check_classes(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Check]:
+    """Yield a failed check for each place in the config with another number of classes.
+
+    timm would load such a folder with a random classifier.
+    """
+    if checkpoint.stored_source is None:
+        return
+    classes = getattr(model, "num_classes", checkpoint.stored_source.args.get("num_classes"))
+    for place, found in checkpoint.stated_classes.items():
+        if isinstance(classes, int) and found != classes:
+            detail = f"{place} is {shortened(found)}, but the network has {classes:,} classes"
+            yield Check(name=CONFIG, ok=False, detail=detail)
 
 
 def _check_outputs(

@@ -230,6 +230,36 @@ def test_what_timm_saves_after_fine_tuning_loads(folder, tmp_path):
     assert torch.equal(outputs(load_converted(tmp_path / "as torch.save does")), outputs(model))
 
 
+@pytest.mark.parametrize("place", ["num_classes", "pretrained_cfg.num_classes"])
+def test_another_number_of_classes_in_the_config_is_named_and_loads_no_random_head(folder, place):
+    *above, last = place.split(".")
+
+    def edit(config):
+        config["model_args"]["num_classes"] = 1000  # as of a network that was built with it
+        for key in above:
+            config = config[key]
+        config[last] = 5
+
+    edit_json(folder / CONFIG, edit)
+    assert problems(verify(folder)) == [
+        f"{CONFIG}: {place} is 5, but the network has 1,000 classes"
+    ]
+    name = f"local-dir:{folder}"
+    with pytest.raises(CheckpointError, match=r"num_classes is 5 .* but 1000 in model_args"):
+        timm.create_model(name, pretrained=True)
+    assert timm.create_model(name, pretrained=True, num_classes=10).num_classes == 10
+    assert timm.create_model(name, pretrained=True, features_only=True)
+
+
+def test_a_head_of_timms_reset_classifier_is_saved_by_timm_and_loads(folder, tmp_path):
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    model.reset_classifier(5)
+    save_for_hf(model, tmp_path / "reset", safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'reset'}", pretrained=True)
+    assert torch.equal(outputs(loaded), outputs(model))
+    assert verify(tmp_path / "reset").ok
+
+
 def test_old_weights_are_not_loaded_for_a_new_config(folder):
     """timm prefers model.safetensors to the pytorch_model.bin that its saver writes by default."""
     save_for_hf(fine_tuned(folder), folder)
