@@ -6,6 +6,7 @@ Reading a folder runs no code.
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,10 +180,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read and check a folder's config.json.
 
     Raises:
-        CheckpointError: There is no folder, or no valid config in it.
+        CheckpointError: There is no folder, or no valid config in it, or a file that is read from
+            it is a link to a file elsewhere.
     """
     folder = Path(folder)
     path = check_folder(folder) / CONFIG
+    _check_links(folder)
     if not path.exists() and not (folder / WEIGHTS).exists():
         raise CheckpointError(
             f"{shortened(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
@@ -220,6 +223,25 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse (CheckpointError) links out of a folder, in place of the files that are read from it.
+
+    Messages about an unreadable file quote it, and a link could make them quote any file of the
+    user's. In the cache of a hub, `snapshots/REVISION/FILE` is a link to `../../blobs/HASH`.
+    """
+    real_folder = Path(os.path.realpath(folder))
+    allowed = [real_folder]
+    if real_folder.parent.name == "snapshots":
+        allowed.append(real_folder.parents[1] / "blobs")
+    for name in (CONFIG, WEIGHTS, TORCH_WEIGHTS):
+        path = folder / name
+        if path.is_symlink() and Path(os.path.realpath(path)).parent not in allowed:
+            raise CheckpointError(
+                f"{path}: is a link to a file outside of its folder, and such links are not "
+                "followed; put the file itself there"
+            )
 
 
 def _stated_size(pretrained_cfg: Mapping[str, object]) -> tuple[int, ...] | None:
