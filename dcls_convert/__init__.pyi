@@ -1,6 +1,7 @@
 from . import depthwise as depthwise
 from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
+from .checkpoints.save import check_output as check_output
 from .checkpoints.save import save_converted as save_converted
 from .checkpoints.verify import verify_folder as verify_folder
 from .choosing.sweep import sweep as sweep

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
     """Yield a path to write a folder or a file to.
 
     It gets its final name when the block ends without an error; until then, an existing output
-    keeps the name. If the block writes more files beside it, these get their final names first.
+    keeps the name. If the block writes more files beside a file, all get their final names or none.
     """
     check_output(output, force=force, reason_to_keep=reason_to_keep)
     folder = output.absolute().parent
@@ -72,12 +72,16 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
         with tempfile.TemporaryDirectory(
             dir=folder, prefix=f".{output.name}.", suffix=".partial", ignore_cleanup_errors=True
         ) as partial:
-            yield Path(partial, output.name)
-            # The output itself is published last.
-            for new in sorted(Path(partial).iterdir(), key=lambda entry: entry.name == output.name):
-                final = output.with_name(new.name)
+            new = Path(partial, output.name)
+            yield new
+            parts = sorted(part for part in Path(partial).iterdir() if part != new)
+            for part in (*parts, new):
+                final = output.with_name(part.name)
                 check_output(final, force=force, reason_to_keep=reason_to_keep)
-                _publish(new, final, force)
+            if new.is_file():
+                _publish_files(new, parts, output)
+            else:
+                _publish_folder(new, output, force)
     except (OSError, SafetensorError) as error:
         state = "nothing was left there"
         if os.path.lexists(output):
@@ -87,11 +91,34 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
         ) from error
 
 
-def _publish(new: Path, output: Path, force: bool) -> None:
-    """Give a new file or folder its final name; with `force`, in place of what has this name."""
-    if new.is_file():
+def _publish_files(new: Path, parts: Sequence[Path], output: Path) -> None:
+    """Give a new file its final name, in place of an old one, and before it those of its parts.
+
+    If this fails, the old parts are there again, or none if there were none.
+    """
+    token = secrets.token_hex(4)
+    try:
+        for part in parts:
+            final = output.with_name(part.name)
+            if os.path.lexists(final):
+                final.rename(final.with_name(f"{final.name}.{token}.old"))
+            part.rename(final)
         os.replace(new, output)
-        return
+    finally:
+        is_published = not os.path.lexists(new)
+        for part in parts:
+            final = output.with_name(part.name)
+            old = final.with_name(f"{final.name}.{token}.old")
+            if is_published:
+                old.unlink(missing_ok=True)
+            elif os.path.lexists(old):
+                os.replace(old, final)
+            elif not os.path.lexists(part):
+                final.unlink()
+
+
+def _publish_folder(new: Path, output: Path, force: bool) -> None:
+    """Give a new folder its final name; with `force`, in place of what has this name."""
     old = output.with_name(f"{output.name}.{secrets.token_hex(4)}.old")
     try:
         if force and os.path.lexists(output):

@@ -462,6 +462,8 @@ def main() -> None:
         if model.pretrained_cfg["architecture"] != "dcls_convert":
             raise DclsConvertError(f"{options.model}: is no converted folder, or is folded")
         plan = options.model  # the folder has it
+        # Checked here, not after an epoch.
+        dcls_convert.check_output(options.output / "best", force=True)
     describe_training_(model, classes, options)
     training = Training(model, (train, test), options, accelerator, teacher)
     for _ in range(len(training.history), options.epochs):

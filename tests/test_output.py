@@ -180,6 +180,31 @@ def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path,
     assert sum(states.values()) > 10
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("end", [fill_disk, interrupt])
+def test_a_file_and_its_second_file_are_both_old_or_both_new(tmp_path, force, end):
+    """As an ONNX model and its weights, which are wrong beside another one."""
+
+    def write(text, path, force=False):
+        with new_output(path, force=force, reason_to_keep=reason_not_a_file) as partial:
+            partial.write_text(text)
+            partial.with_name(f"{partial.name}.data").write_text(text)
+
+    states = Counter()
+    for step in itertools.count(1):
+        path = tmp_path / str(step) / "out"
+        if force:
+            write("old", path)
+        reached, _ = end(functools.partial(write, "new", path, force=force), step)
+        state = content(path)
+        assert content(path.with_name("out.data")) == state, step
+        states[state] += 1
+        if not reached:
+            break
+    assert set(states) == {"new", "old" if force else None}
+
+
 @KINDS
 def test_a_full_disk_is_one_line_and_leaves_nothing_else(tmp_path, kind):
     kind("old")(tmp_path / "out")

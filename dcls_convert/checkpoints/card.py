@@ -117,7 +117,10 @@ def training_code(model: str | None, *, trained: bool) -> str:
     lr = "1e-4" if trained else "1e-3"
     imports, _, loading = loading_code(model).partition("\n\n")
     return (
-        f"import torch\n{imports}\n\n{loading}"
+        f"import torch\n{imports}\n\n"
+        "# If this folder exists, fail now, not after the training.\n"
+        'dcls_convert.check_output("{folder}-tuned")\n'
+        f"{loading}"
         "# Positions learn faster and do not decay.\n"
         f"parameters = dcls_convert.tuning.param_groups(model, lr={lr}, weight_decay=0.05)\n"
         "optimizer = torch.optim.AdamW(parameters)\n"

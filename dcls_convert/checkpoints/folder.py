@@ -6,6 +6,7 @@ Reading a folder runs no code.
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +91,7 @@ class Checkpoint:
     # What the model takes, from the plan; without one, from `pretrained_cfg`.
     inputs: Inputs | None
     pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
+    stated_classes: dict[str, Any]  # each place in the config that states them, and its number
     provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
     is_ours: bool  # whether this package wrote the config, and no other program over it
 
@@ -178,10 +180,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read and check a folder's config.json.
 
     Raises:
-        CheckpointError: There is no folder, or no valid config in it.
+        CheckpointError: There is no folder, or no valid config in it, or a file that is read from
+            it is a link to a file elsewhere.
     """
     folder = Path(folder)
     path = check_folder(folder) / CONFIG
+    _check_links(folder)
     if not path.exists() and not (folder / WEIGHTS).exists():
         raise CheckpointError(
             f"{shortened(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
@@ -215,9 +219,29 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         stored_source=source,
         inputs=inputs,
         pretrained_cfg=pretrained_cfg,
+        stated_classes=_stated_classes(config),
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse (CheckpointError) links out of a folder, in place of the files that are read from it.
+
+    Messages about an unreadable file quote it, and a link could make them quote any file of the
+    user's. In the cache of a hub, `snapshots/REVISION/FILE` is a link to `../../blobs/HASH`.
+    """
+    real_folder = Path(os.path.realpath(folder))
+    allowed = [real_folder]
+    if real_folder.parent.name == "snapshots":
+        allowed.append(real_folder.parents[1] / "blobs")
+    for name in (CONFIG, WEIGHTS, TORCH_WEIGHTS):
+        path = folder / name
+        if path.is_symlink() and Path(os.path.realpath(path)).parent not in allowed:
+            raise CheckpointError(
+                f"{path}: is a link to a file outside of its folder, and such links are not "
+                "followed; put the file itself there"
+            )
 
 
 def _stated_size(pretrained_cfg: Mapping[str, object]) -> tuple[int, ...] | None:
@@ -236,6 +260,17 @@ def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in config:
             cfg[name] = config[name]
     return cfg
+
+
+def _stated_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of classes in each place of the config that states it."""
+    stated = {}
+    if "num_classes" in config:
+        stated["num_classes"] = config["num_classes"]
+    cfg = config.get("pretrained_cfg")
+    if isinstance(cfg, dict) and "num_classes" in cfg:
+        stated["pretrained_cfg.num_classes"] = cfg["num_classes"]
+    return stated
 
 
 def reason_not_a_checkpoint(path: Path) -> str | None:

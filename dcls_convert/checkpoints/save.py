@@ -11,6 +11,7 @@ from ..errors import check_argument
 from ..networks.pretrained_cfg import stated_source
 from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
+from ..output import check_output as check_path
 from ..output import new_output
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
@@ -32,6 +33,22 @@ NO_SOURCE = (
     "an argument that a folder cannot hold, such as a class: load it with load_converted(folder, "
     'model=...). If torchvision built it, say how: save_converted(..., source="torchvision:NAME")'
 )
+
+
+def check_output(folder: str | Path, *, force: bool = False) -> None:
+    """Check that `save_converted` can write a folder; call this before a training.
+
+    Args:
+        folder: Folder that will be written.
+        force: Whether an existing checkpoint folder will be replaced.
+
+    Raises:
+        CheckpointError: The folder exists and `force` is not set, it is not a checkpoint, or there
+            is no permission to write it.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        check_argument("folder", folder, Path)
+    check_path(Path(folder), force=force, reason_to_keep=reason_not_a_checkpoint)
 
 
 def save_converted(
@@ -59,7 +76,8 @@ def save_converted(
             May be wrapped (`torch.compile`, DataParallel, DDP, averaged copies).
         plan: The plan that was carried out, or the checkpoint folder from which the model was
             loaded. The model may have another number of classes than the plan's.
-        folder: Folder to write. It must not exist, unless `force` is set.
+        folder: Folder to write. It must not exist, unless `force` is set; `check_output` checks
+            this before a training.
         report: The model's report, with its errors; by default, the plan's report.
         force: Replace an existing checkpoint folder. Anything else in the way is never touched.
         check: Load the folder back and compare; store outputs for `dcls-convert verify`. If False,
@@ -75,8 +93,7 @@ def save_converted(
         ModelError: There is no such source.
     """
     check_argument("model", model, nn.Module)
-    if not isinstance(folder, str | os.PathLike):
-        check_argument("folder", folder, Path)
+    check_output(folder, force=force)
     folder = Path(folder)
     model = inside_wrappers(model)
     plan, state = _as_it_is(model, plan, source)

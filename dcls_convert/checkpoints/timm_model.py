@@ -63,6 +63,8 @@ def create_converted(
     source = _source(stored, kwargs, cfg, features_only=features_only)
     checkpoint = None
     if pretrained:
+        if pretrained_model_args is not None and not features_only:
+            _check_classes(source, pretrained_model_args, cfg)
         checkpoint = open_checkpoint(_weights_folder(cfg, cache_dir))
         weights = checkpoint.read_state()
         finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
@@ -111,6 +113,22 @@ def _source(
     if features_only:
         args["features_only"] = True
     return ModelSource(name=plan.model, args=args)
+
+
+def _check_classes(
+    source: ModelSource, stored_args: Mapping[str, Any], cfg: Mapping[str, Any]
+) -> None:
+    """Refuse (CheckpointError) a config whose two numbers of classes differ.
+
+    timm would take it for the caller's request for another number, and make a random classifier.
+    """
+    stored = stored_args.get("num_classes")
+    is_stored = stored is not None and source.args.get("num_classes") == stored
+    if is_stored and stored != cfg["num_classes"]:
+        raise CheckpointError(
+            f"{CONFIG}: num_classes is {cfg['num_classes']!r} at the top or in pretrained_cfg, but "
+            f"{stored!r} in model_args; all must be the number of classes of the weights"
+        )
 
 
 def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -> nn.Module:

@@ -1,6 +1,6 @@
 """Verify a checkpoint folder: load it, run it, and compare its outputs with those stored in it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +10,13 @@ from ..errors import DclsConvertError
 from ..input import check_folder
 from ..progress import Notify, ignore_messages
 from ..records import Record
+from ..text import shortened
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
+from .folder import CONFIG, WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
 from .load import load_state
+
+MODEL = "model"  # name of the check that rebuilds the model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +34,8 @@ class Verification(Record):
 
     format: int = 1
     folder: str
-    ok: bool  # no check failed
+    # False if a check failed; None if none failed, but the model was not rebuilt.
+    ok: bool | None
     checks: tuple[Check, ...]
 
 
@@ -55,8 +59,16 @@ def verify_folder(
     """
     folder = check_folder(Path(folder))
     checks = tuple(_checks(folder, model, trust_code, notify))
-    ok = all(check.ok is not False for check in checks)
-    return Verification(folder=str(folder), ok=ok, checks=checks)
+    return Verification(folder=str(folder), ok=_outcome(checks), checks=checks)
+
+
+def _outcome(checks: Sequence[Check]) -> bool | None:
+    """Return `Verification.ok`. Weights without a hash or outputs, as timm saves them, are ok."""
+    if any(check.ok is False for check in checks):
+        return False
+    if any(check.name == MODEL and check.ok is None for check in checks):
+        return None
+    return True
 
 
 def _checks(
@@ -77,14 +89,15 @@ def _checks(
         if model is None:
             checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
-        yield Check(name="model", ok=None, detail=f"not checked: {error}")
+        yield Check(name=MODEL, ok=None, detail=f"not checked: {error}")
         return
     try:
         loaded = load_state(checkpoint, state, model=model, trust_code=trust_code)
     except DclsConvertError as error:
-        yield _problem("model", error, checkpoint.weights_path)
+        yield _problem(MODEL, error, checkpoint.weights_path)
         return
-    yield Check(name="model", ok=True, detail=f"rebuilt; all {len(state)} tensors fit")
+    yield Check(name=MODEL, ok=True, detail=f"rebuilt; all {len(state)} tensors fit")
+    yield from _check_classes(loaded, checkpoint)
     yield _check_outputs(loaded, checkpoint, state, stamp)
 
 
@@ -104,6 +117,20 @@ def _check_hash(checkpoint: Checkpoint, state: Mapping[str, Tensor], stamp: Stam
     except DclsConvertError as error:
         return _problem(WEIGHTS, error, checkpoint.weights_path)
     return Check(name=WEIGHTS, ok=True, detail="as written")
+
+
+def _check_classes(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Check]:
+    """Yield a failed check for each place in the config with another number of classes.
+
+    timm would load such a folder with a random classifier.
+    """
+    if checkpoint.stored_source is None:
+        return
+    classes = getattr(model, "num_classes", checkpoint.stored_source.args.get("num_classes"))
+    for place, found in checkpoint.stated_classes.items():
+        if isinstance(classes, int) and found != classes:
+            detail = f"{place} is {shortened(found)}, but the network has {classes:,} classes"
+            yield Check(name=CONFIG, ok=False, detail=detail)
 
 
 def _check_outputs(

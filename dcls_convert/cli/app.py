@@ -34,7 +34,8 @@ EXIT_INTERRUPTED = 130  # by Ctrl-C; for another signal, 128 plus its number, as
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; "
     "2 a mistake in the input, or no disk space or memory left; "
-    "3 nothing in the model can be converted; 130 interrupted, 143 terminated."
+    "3 nothing in the model can be converted; 4 verify could not check the model; "
+    "130 interrupted, 143 terminated."
 )
 # Dependencies that some users install by hand; they may be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")

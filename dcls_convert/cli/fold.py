@@ -78,10 +78,13 @@ def _lines(report: "ExportReport") -> list[str]:
         change = f" → {report.params_after:,}, {reason}"
     layers = f"{count_text(report.layers, 'layer')} of {report.checkpoint}"
     error = f"{report.relative_error:.1e}"
+    files = report.output
+    if report.data_file is not None:
+        files += f" and {report.data_file}, which must stay beside it"
     return [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
         f"Outputs match the checkpoint (relative error {error}).",
-        f"Wrote {report.output}: {_description(report)}.",
+        f"Wrote {files}: {_description(report)}.",
         "",
         *textwrap.indent(report.loading, "    ").splitlines(),
     ]

@@ -13,6 +13,11 @@ from . import console, options
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check
 
+EXIT_NOT_CHECKED = 4  # no problem was found, but the model was not rebuilt
+NOT_CHECKED = (
+    "its model was not checked; name the unconverted network: --model package.module:factory, "
+    "in Python model=NETWORK"
+)
 MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "yellow")}
 
 
@@ -22,7 +27,10 @@ def verify(
     trust_code: options.TrustCode = False,
     json_: options.Json = False,
 ) -> None:
-    """Check a checkpoint: rebuild it, and compare names, shapes, hash and outputs."""
+    """Check a checkpoint: rebuild it, and compare names, shapes, hash and outputs.
+
+    If only your own code can build the network, name it with --model; else the exit code is 4.
+    """
     with console.steps(checkpoint, "reading", lines=False) as notify:
         from ..checkpoints.verify import verify_folder
         from ..networks.building import build_model
@@ -38,6 +46,9 @@ def verify(
         console.write(verification.to_json())
     else:
         _show(verification.checks)
+    if verification.ok is None:
+        console.error(f"{checkpoint}: {NOT_CHECKED}")
+        raise typer.Exit(EXIT_NOT_CHECKED)
     if not verification.ok:
         problems = sum(check.ok is False for check in verification.checks)
         console.error(f"{checkpoint}: {count_text(problems, 'problem')} found")

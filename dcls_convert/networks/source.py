@@ -138,7 +138,26 @@ def resolve_model(
             f"{name}: pretrained weights are for models of timm and torchvision; "
             "let the factory load its own, or give a checkpoint"
         )
+    if prefix == "hf-hub":
+        _check_hub_name(name)
     return ModelSource(name=name, args=args)
+
+
+def _check_hub_name(name: str) -> None:
+    """Refuse (ModelError) a name that the hub's client refuses before it asks the hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
+
+    repository, at, revision = name.partition(":")[2].partition("@")
+    try:
+        validate_repo_id(repository)
+        is_valid = "@" not in revision and bool(revision) == bool(at)
+    except HFValidationError:
+        is_valid = False
+    if not is_valid:
+        raise ModelError(
+            f"{shortened(name, 120)}: is no name on the hub; allowed are hf-hub:OWNER/NAME and "
+            "hf-hub:OWNER/NAME@REVISION, with letters, digits, '-', '_' and '.' in OWNER and NAME"
+        )
 
 
 def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:

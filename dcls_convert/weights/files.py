@@ -24,6 +24,9 @@ from .loading import describe_unusual
 from .state_dict_choice import EXTRA_STATE, choose_state_dict
 
 HEADER_START = b"{"  # the ninth byte of a safetensors file
+# Bytes: about 100,000 tensors, many more than any network has. A header of 600,000 empty tensors
+# took 15 seconds and 1.3 GB to read.
+MAX_HEADER_BYTES = 10_000_000
 PICKLE_START = b"\x80"  # first byte of a pickle, and of a file of torch before 1.6
 # What an index of shards may name: a file beside it, never one elsewhere.
 PLAIN_FILE_NAME = re.compile(r"\w[\w.-]*")
@@ -181,6 +184,7 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
         CheckpointError: The file cannot be opened, or reading fails inside the block.
     """
     check_file(path, what)
+    _check_header_length(path, f"{what} {path}".lstrip())
     try:
         with _open_lazily(path) as file:
             yield file
@@ -193,6 +197,22 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
         else:
             problem += _beginning(start)
         raise CheckpointError(f"{where}: {problem}") from error
+
+
+def _check_header_length(path: Path, where: str) -> None:
+    """Refuse (CheckpointError) a header that is too long to be read.
+
+    The first 8 bytes state its length. A length beyond the file's end is damage, for safetensors
+    to find.
+    """
+    start = _first_bytes(path, where)
+    length = int.from_bytes(start[:8], "little")
+    is_header = start[8:9] == HEADER_START and length <= path.stat().st_size
+    if is_header and length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where}: its header has {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read, "
+            "enough for 100,000 tensors"
+        )
 
 
 def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:

@@ -221,12 +221,43 @@ def test_what_timm_saves_after_fine_tuning_loads(folder, tmp_path):
         by_timm = timm.create_model(f"local-dir:{path}", pretrained=True)
         for loaded in (by_timm, load_converted(path)):
             assert torch.equal(outputs(loaded), outputs(model))
+        assert verify(path).ok
         assert problems(verify(path)) == [
             f"{WEIGHTS}: not checked: another program wrote it, without a hash",
             "outputs: not checked: none are stored",
         ]
     save_for_hf(model, tmp_path / "as torch.save does")  # timm's default
     assert torch.equal(outputs(load_converted(tmp_path / "as torch.save does")), outputs(model))
+
+
+@pytest.mark.parametrize("place", ["num_classes", "pretrained_cfg.num_classes"])
+def test_another_number_of_classes_in_the_config_is_named_and_loads_no_random_head(folder, place):
+    *above, last = place.split(".")
+
+    def edit(config):
+        config["model_args"]["num_classes"] = 1000  # as of a network that was built with it
+        for key in above:
+            config = config[key]
+        config[last] = 5
+
+    edit_json(folder / CONFIG, edit)
+    assert problems(verify(folder)) == [
+        f"{CONFIG}: {place} is 5, but the network has 1,000 classes"
+    ]
+    name = f"local-dir:{folder}"
+    with pytest.raises(CheckpointError, match=r"num_classes is 5 .* but 1000 in model_args"):
+        timm.create_model(name, pretrained=True)
+    assert timm.create_model(name, pretrained=True, num_classes=10).num_classes == 10
+    assert timm.create_model(name, pretrained=True, features_only=True)
+
+
+def test_a_head_of_timms_reset_classifier_is_saved_by_timm_and_loads(folder, tmp_path):
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    model.reset_classifier(5)
+    save_for_hf(model, tmp_path / "reset", safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'reset'}", pretrained=True)
+    assert torch.equal(outputs(loaded), outputs(model))
+    assert verify(tmp_path / "reset").ok
 
 
 def test_old_weights_are_not_loaded_for_a_new_config(folder):
@@ -252,18 +283,24 @@ def test_a_missing_tensor_is_noticed_with_a_new_head_too(folder, tmp_path):
         timm.create_model(name, pretrained=True, num_classes=5)
 
 
-def test_a_model_that_only_its_user_can_build_is_checked_without_or_with_it(tmp_path):
+def test_a_model_that_only_its_user_can_build_is_ok_only_with_it(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
     unconverted = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, (3, 8, 8)), dilated_size=5)
     apply_plan_(model, plan)
     folder = save_converted(model, plan, tmp_path / "own")
     verified = verify(folder)
-    assert verified.ok
+    assert verified.ok is None
     assert [check.name for check in verified.checks if check.ok is None] == ["model"]
+    out, err = run("verify", folder, "--json", code=4)
+    assert json.loads(out)["ok"] is None
+    assert "not checked; name the unconverted network: --model package.module:factory" in err
     verified = verify(folder, model=unconverted)
     assert problems(verified) == []
+    assert verified.ok
     assert "outputs" in {check.name for check in verified.checks}
+    flip_bit(folder, -1)
+    assert verify(folder).ok is False
 
 
 def test_a_folder_for_timm_alone_is_checked(folder, tmp_path):

@@ -1,6 +1,7 @@
 """Checkpoint folders: dcls-convert and timm load what was saved; what cannot load is not saved."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcls_convert import convert_, load_converted, predict_report, save_converted
+from dcls_convert import check_output, convert_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
@@ -114,6 +115,27 @@ def test_dtype_is_kept_and_used_for_comparison_and_channels_may_be_last(tmp_path
     assert verified.checks[-1].detail.endswith(" in bfloat16)")
     model.float()
     assert same_states(load_converted(folder), model)
+
+
+def test_what_save_converted_would_refuse_is_refused_before_a_training(converted, tmp_path):
+    folder = tmp_path / "out"
+    check_output(folder)
+    assert not folder.exists()
+    save(folder, *converted)
+    check_output(str(folder), force=True)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    refused = [
+        (folder, False, "already exists"),
+        (mine, True, "holds 'notes.txt', which does not belong to a checkpoint"),
+        (folder / WEIGHTS / "below", False, "is not a folder"),
+    ]
+    for path, force, says in refused:
+        with pytest.raises(CheckpointError, match=says) as before:
+            check_output(path, force=force)
+        with pytest.raises(CheckpointError, match=re.escape(str(before.value))):
+            save(path, *converted, force=force)
 
 
 def test_timm_loads_with_another_head_and_other_input_channels(folder):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcls_convert import DclsConvertError, ModelError, load_converted
-from dcls_convert.checkpoints.folder import CONFIG
+from dcls_convert.checkpoints.folder import CONFIG, TORCH_WEIGHTS, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.source import ModelSource, check_source
@@ -139,6 +139,54 @@ def test_no_entry_point_runs_imports_opens_or_downloads_what_a_folder_names(
         assert inspect_folder(folder).elements
     assert re.match("model: not checked: .*", skipped)
     assert (events, canary.exists()) == ([], False)
+
+
+READERS = {
+    "load": load_converted,
+    "verify": verify,
+    "inspect": inspect_folder,
+    "timm": lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True),
+}
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, TORCH_WEIGHTS, CONFIG])
+@pytest.mark.parametrize("through", ["directly", "a folder beside it", "a hub's folder of blobs"])
+def test_no_link_leads_out_of_a_folder(folder, tmp_path, name, through):
+    """Its target's first bytes would otherwise stand in a message."""
+    secret = tmp_path / "home" / "canary"
+    secret.parent.mkdir()
+    secret.write_text("my secret")
+    if through == "a folder beside it":
+        (tmp_path / "beside").symlink_to(secret.parent)
+        secret = tmp_path / "beside" / "canary"
+    elif through == "a hub's folder of blobs":
+        folder = shutil.copytree(folder, tmp_path / "snapshots" / "main")
+        (tmp_path / "blobs").symlink_to(secret.parent)
+        secret = tmp_path / "blobs" / "canary"
+    for file in {WEIGHTS, name}:
+        (folder / file).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    message = f"{name}: is a link to a file outside of its folder"
+    for reader, read in READERS.items():
+        if (reader, name) == ("timm", CONFIG):  # timm reads it before this package is asked
+            continue
+        with watched() as events:
+            if reader == "verify":
+                (line,) = problems(read(folder))
+            else:
+                with pytest.raises(DclsConvertError) as refusal:
+                    read(folder)
+                line = str(refusal.value)
+        assert message in line
+        assert "secret" not in line
+        assert events == []
+
+
+def test_links_inside_a_folder_are_followed(folder, tmp_path):
+    (folder / WEIGHTS).rename(folder / "weights")
+    (folder / WEIGHTS).symlink_to("weights")
+    (tmp_path / "name").symlink_to(folder)
+    assert verify(tmp_path / "name").ok
 
 
 NUMBERS = [-1, 0, 1, 20001, 2 * 10**7, 2**63, 10**30, 1.5, 1e300, True]

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.weights.files import read_weights
+from dcls_convert.weights.files import MAX_HEADER_BYTES, load_safetensors, read_weights
 from dcls_convert.weights.loading import load_weights_
 
 FIRST = "0.weight"  # first tensor of `network`
@@ -144,6 +144,21 @@ def test_each_damage_is_an_error_of_one_line_and_the_model_stays_as_it_is(tmp_pa
 def check_line(error):
     assert re.fullmatch(r".{1,600}", str(error))
     assert str(error).isprintable()
+
+
+def test_a_header_longer_than_any_networks_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    header = b"{" + b" " * (MAX_HEADER_BYTES - 2) + b"}"
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert load_safetensors(path) == {}
+    path.write_bytes(struct.pack("<Q", len(header) + 1) + header + b" ")
+    monkeypatch.setattr(
+        "dcls_convert.weights.files.safe_open", lambda *_, **__: pytest.fail("opened")
+    )
+    says = "its header has 10,000,001 bytes; at most 10,000,000 are read, enough for 100,000"
+    for read in (read_weights, load_safetensors):
+        with pytest.raises(CheckpointError, match=says):
+            read(path)
 
 
 def test_a_url_is_refused_with_all_its_slashes():
