@@ -16,6 +16,10 @@ from ..layers.ties import POSITION_PARAMETERS, at_least_float32, is_flattened
 
 # Method of a model that timm's optimizers call for the names of parameters without weight decay.
 NO_WEIGHT_DECAY = "no_weight_decay"
+FLATTENED = (
+    "FSDP1 has flattened the positions: make parameter groups before you wrap the model; clamp and "
+    "record positions inside `with FSDP.summon_full_params(model):`; a repulsive loss needs FSDP2"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,6 +64,9 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
     """Return every positions and sigma tensor of the model once, in the order of the layers.
 
     If `kinds` ("positions", "sigma") are given, return only tensors of these kinds.
+
+    Raises:
+        DclsConvertError: FSDP1 has flattened them.
     """
     parameters: dict[int, PositionParameter] = {}  # by the id of the tensor
     for layer_name, layer in model.named_modules():
@@ -69,15 +76,11 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
             tensor = getattr(layer, kind)
             if tensor is None:
                 continue
+            if is_flattened(tensor):
+                raise DclsConvertError(FLATTENED)
             parameter = PositionParameter(kind=kind, tensor=tensor, layers={})
             parameters.setdefault(id(tensor), parameter).layers[layer_name] = layer
     return tuple(parameters.values())
-
-
-def refuse_flattened(parameters: Iterable[PositionParameter], cure: str) -> None:
-    """Raise a DclsConvertError if FSDP1 has flattened positions; `cure` says what works there."""
-    if any(is_flattened(parameter.tensor) for parameter in parameters):
-        raise DclsConvertError(f"FSDP1 has flattened the positions of this model; {cure}")
 
 
 def describe_imprecise(parameters: Iterable[PositionParameter]) -> str | None:
@@ -115,13 +118,8 @@ def clamp_positions_(model: nn.Module) -> None:
         DclsConvertError: FSDP1 has flattened the positions.
     """
     check_argument("model", model, nn.Module)
-    refuse_flattened(
-        position_parameters(model),
-        "clamp them inside `with FSDP.summon_full_params(model):`",
-    )
-    for layer in model.modules():
-        if isinstance(layer, DclsConvNd):
-            layer.clamp_positions_()
+    for parameter in position_parameters(model, "positions"):
+        next(iter(parameter.layers.values())).clamp_positions_()
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

@@ -15,7 +15,6 @@ from ..networks.position_parameters import (
     PositionParameter,
     describe_imprecise,
     position_parameters,
-    refuse_flattened,
 )
 from ..networks.wrappers import inside_wrappers
 from ..options import POSITION_LR_SCALE
@@ -73,10 +72,6 @@ def param_groups(
         sigma_lr_scale=sigma_lr_scale,
     )
     model = inside_wrappers(model)
-    refuse_flattened(
-        position_parameters(model),
-        "make the groups before you wrap it, with use_orig_params=True",
-    )
     _warn_if_partly_frozen(position_parameters(model, "positions"))
     imprecise = describe_imprecise(position_parameters(model))
     if imprecise is not None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..depthwise.eager import is_eager
 from ..errors import check_argument
 from ..layers.ties import is_sharded
-from ..networks.position_parameters import position_parameters, refuse_flattened
+from ..networks.position_parameters import position_parameters
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
 # Block size: 4 MiB in float32; a few tensors have this size. One kernel may have more.
@@ -42,17 +42,14 @@ def repulsive_loss(model: nn.Module) -> Tensor:
 
     Returns:
         A scalar on the first positions' device; 0, without a gradient, if the model has no DCLS
-        layers. Under FSDP2 all ranks must call it. FSDP1 has no gradients outside of its forward
-        pass, so the loss would train nothing.
+        layers. Under FSDP2 all ranks must call it.
 
     Raises:
         DclsConvertError: FSDP1 has flattened the positions.
     """
     check_argument("model", model, nn.Module)
     losses: list[Tensor] = []
-    parameters = position_parameters(model, "positions")
-    refuse_flattened(parameters, "the loss would train nothing there: shard with FSDP2")
-    for parameter in parameters:
+    for parameter in position_parameters(model, "positions"):
         positions: Any = parameter.tensor
         if is_sharded(positions):
             positions = positions.full_tensor()

@@ -22,7 +22,6 @@ from ..networks.position_parameters import (
     PositionParameter,
     describe_imprecise,
     position_parameters,
-    refuse_flattened,
 )
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import STRICT, Record, adapter
@@ -114,6 +113,7 @@ class PositionTracker:
             step: Number of the step or epoch; it must increase. Speeds are per unit of `step`.
 
         Raises:
+            DclsConvertError: `step` is not an integer above the last step.
             CheckpointError: The file cannot be written.
         """
         step = plain_numbers(step)
@@ -126,7 +126,6 @@ class PositionTracker:
                 rate_of |= {id(one): float(group["lr"]) for one in group["params"]}
         rows = {}
         parameters = position_parameters(inside_wrappers(self.model), "positions")
-        refuse_flattened(parameters, "update inside `with FSDP.summon_full_params(model):`")
         imprecise = describe_imprecise(parameters)
         if imprecise is not None and last is None and is_first_rank():
             warnings.warn(imprecise, stacklevel=3)  # the caller of `update`; `no_grad` is between
