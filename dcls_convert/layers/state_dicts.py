@@ -44,21 +44,17 @@ class CheckedLayer(Tieable):
             super()._load_from_state_dict(state_dict, prefix, *others)
 
     def describe_other_state(self, state: Mapping[str, Any], prefix: str) -> str | None:
-        """Return why this layer must not load the state dict, with a cure; None if it may."""
-        problem = self._describe_other_state(state, prefix)
-        return None if problem is None else f"{problem}, {CURE}"
-
-    def _describe_other_state(self, state: Mapping[str, Any], prefix: str) -> str | None:
+        """Return why this layer must not load the state dict, with `CURE`; None if it may."""
         name = prefix.removesuffix(".") or type(self).__name__
         positions = state.get(f"{prefix}positions")
         if self.is_tied:
             if positions is None:
                 return None
-            return f"{name} shares positions, and has its own in the state dict"
+            return f"{name} shares positions, and has its own in the state dict; {CURE}"
         if positions is None and "positions" in self._parameters and f"{prefix}weight" in state:
             return (
                 f"{name} has weights but no positions in the state dict (load the weights of an "
-                "unconverted network before its conversion)"
+                f"unconverted network before its conversion); {CURE}"
             )
         problem = None
         if isinstance(positions, Tensor):
@@ -89,7 +85,7 @@ class CheckedLayer(Tieable):
         return (
             f"{name} has elements up to {excess:.3g} cells outside of the window "
             f"{size_text(self.dilated_kernel_size)}. If other code has moved them (an average, a "
-            f"task vector), clamp them first: {clamp}. If their network has a larger window"
+            f"task vector), clamp them first: {clamp}. If their network has a larger window, {CURE}"
         )
 
     def _describe_sigma_below(self, sigma: Tensor, name: str) -> str | None:
@@ -103,5 +99,6 @@ class CheckedLayer(Tieable):
         return (
             f"{name} has values down to {smallest:.3g} cells; {self.interpolation} interpolation "
             f"needs {minimum:g} or more. If other code has changed them, clamp them first: "
-            f"state[{name!r}].clamp_(min={minimum:g}). If their network has another interpolation"
+            f"state[{name!r}].clamp_(min={minimum:g}). If their network has another interpolation, "
+            f"{CURE}"
         )
