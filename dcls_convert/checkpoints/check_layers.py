@@ -1,13 +1,14 @@
 """Compare the layers of a converted model with its plan, before anything is written.
 
-A layer may have been changed since. What its plan does not state could not be loaded, or would load
-as another network.
+Layers may have been changed since the plan was made. A folder is loaded by its plan, so such a
+change would be lost, or the folder could not be loaded.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import CheckpointError
@@ -21,10 +22,13 @@ from ..text import short_list
 from ..weights.added_names import describe_added_names
 
 # What a layer states besides its settings as a convolution.
-DCLS_ATTRIBUTES = ("dilated_kernel_size", "kernel_count", "interpolation", "dense_axes", "grow")
-PADDED_ATTRIBUTES = ("widths", "zeros", "pad_mode")  # see `layers/padded_conv.py`
-EARLIER = (
-    "make this change before convert_; or undo it, and make it again in what load_converted returns"
+DCLS_ATTRIBUTES = ("dilated_kernel_size", "kernel_count", "dense_axes", "grow")
+NOT_STATED_BEFORE = ("stride", "padding", "padding_mode")  # in plans of version 0.3
+Difference = tuple[str, str]  # what was found, and what to do to save the model
+
+UNDO = (
+    "undo this change, save, and make it again in what load_converted returns; "
+    "or make it before convert_"
 )
 WITHOUT = (
     "give the network that was converted; or give plan.without('{}'), and load it into a network "
@@ -33,13 +37,6 @@ WITHOUT = (
 FOLD_ALL = (
     "fold all layers by fold_to_dense_(model), and give dataclasses.replace(plan, folded=True)"
 )
-
-
-class NotAsPlannedError(CheckpointError):
-    """A layer is not as planned."""
-
-    def __init__(self, name: str, found: str, cure: str = EARLIER) -> None:
-        super().__init__(f"the model does not fit its plan: {name}: {found}. To save it, {cure}")
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
@@ -51,23 +48,126 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
     """
     modules = by_plain_name(model.named_modules(remove_duplicate=False))
     for layer in plan.layers:
-        module = _find_layer(modules, layer)
-        if plan.folded:
-            _check_folded(module, layer)
-        else:
-            _check_layer(module, layer)
+        for found, cure in _differences(modules, layer):
+            raise CheckpointError(
+                f"the model does not fit its plan: {layer.name}: {found}. To save it, {cure}"
+            )
     planned = {modules[layer.name] for layer in plan.layers}
     for name, module in modules.items():
         if isinstance(module, DclsConvNd) and module not in planned:
-            raise NotAsPlannedError(name, "the plan has no such layer")
-    if not plan.folded:
-        for layer in plan.layers:
-            _check_tie(modules, layer)
+            raise CheckpointError(
+                f"the model does not fit its plan: {name}: the plan has no such layer. To save it, "
+                f"{UNDO}"
+            )
+
+
+def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Difference]:
+    """Yield how a layer differs from its plan. Each difference assumes that those before are none.
+
+    If the plan is folded, the layer is a plain convolution.
+    """
+    module = modules.get(layer.name)
+    if module is None:
+        yield "the model has no such layer", WITHOUT.format(layer.name)
+    names = [name for name, other in modules.items() if other is module]
+    if set(names) != set(layer.names):
+        yield f"one module is {short_list(names)}, in the plan {short_list(layer.names)}", UNDO
+    expected: Any = _make_expected(layer)
+    class_name = type(module).__name__
+    if not isinstance(module, type(expected)):
+        yield f"is of class {class_name}", _cure_of_class(module, layer)
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # which accelerate sets
+        yield "has a forward of its own, set on this very object", UNDO
+    if not layer.folded:
+        yield from _tie_differences(modules, module, layer)
+        for name in DCLS_ATTRIBUTES:
+            found = getattr(module, name)
+            planned = getattr(expected, name)
+            if found != planned:
+                text = f"{name} is {found!r}, the plan has {planned!r}"
+                yield text, f"give the model's own plan; or {UNDO}"
+    if not layer.stride:
+        for name in NOT_STATED_BEFORE:
+            setattr(expected, name, getattr(module, name))
+    difference = describe_difference(own_settings(module), own_settings(expected))
+    if difference is not None:
+        yield difference, UNDO
+    yield from _tensor_differences(module, expected)
+    if type(module) is not type(expected) and layer.stride:
+        yield f"is of class {class_name}", UNDO
+
+
+def _make_expected(layer: LayerPlan) -> nn.Module:
+    """Make the layer that a plan describes, on the meta device."""
+    dims = layer.dims
+    settings = layer
+    if not layer.stride:
+        settings = replace(layer, stride=(1,) * dims, padding=(0,) * dims, padding_mode="zeros")
+    expected = DCLS_LAYERS[dims].on_meta(
+        settings,
+        layer.kernel_count,
+        layer.dilated_size,
+        layer.interpolation,
+        layer.dense_axes,
+        layer.grow,
+    )
+    if layer.bias:
+        expected.bias = nn.Parameter(torch.empty(layer.out_channels, device="meta"))
+    return expected.plain_conv_without_values() if layer.folded else expected
+
+
+def _cure_of_class(module: Any, layer: LayerPlan) -> str:
+    """Say what to do about a module of another class than a layer's plan has."""
+    if isinstance(module, DclsConvNd):
+        return "give dataclasses.replace(plan, folded=False)"
+    if not isinstance(module, DCLS_LAYERS[layer.dims].conv_class):
+        return UNDO
+    is_folded = tuple(module.weight.shape[2:]) == layer.dilated_size != layer.kernel_size
+    return FOLD_ALL if is_folded else WITHOUT.format(layer.name)
+
+
+def _tie_differences(
+    modules: Mapping[str, Any], module: Any, layer: LayerPlan
+) -> Iterator[Difference]:
+    """Yield whether a layer does not read its positions where the plan says."""
+    owner = module.owner
+    if owner is modules.get(layer.owner or layer.name):
+        return
+    this = f"model.get_submodule({layer.name!r})"
+    if layer.owner is not None:
+        cure = f"run {this}.tie_(model.get_submodule({layer.owner!r}))"
+        yield f"does not read its positions from {layer.owner}", cure
+    elif owner in modules.values():
+        cure = f"run model.set_submodule({layer.name!r}, copy.deepcopy({this}))"
+        yield "reads positions of another layer, and has its own in the plan", cure
+    else:
+        cure = "save copy.deepcopy(model)"
+        yield "reads positions of a layer that is no longer in the model", cure
+
+
+def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:
+    """Yield tensors that are not as planned, such as masks, and other shapes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    planned = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
+    if isinstance(module, DclsConvNd):
+        for name in module.traits.parameters:
+            planned[name] = shapes.get(name, ())
+        if module.is_tied:
+            planned.pop("positions")
+            planned.pop("sigma", None)
+    added = shapes.keys() - planned.keys()
+    if added:
+        yield f"has {short_list(sorted(added))}", describe_added_names(added) or UNDO
+    for name, shape in planned.items():
+        if name not in shapes:
+            yield f"has no {name}", UNDO
+        elif shapes[name] != shape:
+            yield f"{name} has shape {shapes[name]}, the plan has {shape}", UNDO
 
 
 def describe_hooks(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
-    """Say which layers have hooks, which a folder does not hold; nothing if no layer has some."""
-    modules = by_plain_name(model.named_modules())
+    """Say which layers have forward hooks, which a folder does not hold; nothing if none has."""
+    modules = by_plain_name(model.named_modules(remove_duplicate=False))
     hooked = []
     for layer in plan.layers:
         module = modules[layer.name]
@@ -78,121 +178,3 @@ def describe_hooks(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
             f"a folder does not hold the forward hooks of {short_list(hooked)}: load it into a "
             "network with the same hooks"
         )
-
-
-def _find_layer(modules: Mapping[str, nn.Module], layer: LayerPlan) -> Any:
-    """Return a layer of the plan, which must be in all its places, and in no others."""
-    module = modules.get(layer.name)
-    if module is None:
-        cure = WITHOUT.format(layer.name)
-        raise NotAsPlannedError(layer.name, "the model has no such layer", cure)
-    names = [name for name, other in modules.items() if other is module]
-    if set(names) != set(layer.names):
-        found = f"one module is {short_list(names)}, in the plan only {short_list(layer.names)}"
-        raise NotAsPlannedError(layer.name, found)
-    return module
-
-
-def _check_layer(module: Any, layer: LayerPlan) -> None:
-    """Refuse a module that is not the DCLS layer of its plan."""
-    expected = _make_on_meta(layer)
-    if not isinstance(module, DclsConvNd):
-        cure = EARLIER
-        if isinstance(module, expected.conv_class):
-            cure = WITHOUT.format(layer.name)
-            if tuple(module.weight.shape[2:]) == layer.dilated_size:
-                cure = FOLD_ALL
-        raise NotAsPlannedError(layer.name, f"is of class {type(module).__name__}", cure)
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # which accelerate sets
-        raise NotAsPlannedError(layer.name, "has a forward of its own, set on this very object")
-    _check_attributes(module, expected, layer, DCLS_ATTRIBUTES)
-    _check_tensors(module, expected, layer)
-    if type(module) is not type(expected):
-        raise NotAsPlannedError(layer.name, f"is of class {type(module).__name__}")
-
-
-def _check_folded(module: Any, layer: LayerPlan) -> None:
-    """Refuse a module that is not the plain convolution of a layer's plan."""
-    if isinstance(module, DclsConvNd):
-        unfolded = "give dataclasses.replace(plan, folded=False)"
-        raise NotAsPlannedError(layer.name, f"is of class {type(module).__name__}", unfolded)
-    expected = _make_on_meta(layer).plain_conv_without_values()
-    if layer.stride and type(module) is not type(expected):
-        raise NotAsPlannedError(layer.name, f"is of class {type(module).__name__}")
-    _check_attributes(module, expected, layer, PADDED_ATTRIBUTES)
-
-
-def _make_on_meta(layer: LayerPlan) -> DclsConvNd:
-    """Make the layer that a plan describes, on the meta device, without bias."""
-    dims = layer.dims
-    if not layer.stride:  # not stated, see `LayerPlan`
-        layer = replace(layer, stride=(1,) * dims, padding=(0,) * dims, padding_mode="zeros")
-    return DCLS_LAYERS[dims].on_meta(
-        layer,
-        layer.kernel_count,
-        layer.dilated_size,
-        layer.interpolation,
-        layer.dense_axes,
-        layer.grow,
-    )
-
-
-def _check_attributes(
-    module: Any, expected: Any, layer: LayerPlan, others: Collection[str]
-) -> None:
-    """Refuse a module whose settings, or other attributes, are not those expected."""
-    settings = replace(own_settings(expected), bias=layer.bias)
-    if not layer.stride:
-        settings = replace(settings, stride=(), padding=(), padding_mode="")
-        others = set(others).difference(PADDED_ATTRIBUTES)
-    for name in others:
-        found = getattr(module, name, None)
-        planned = getattr(expected, name, None)
-        if found != planned:
-            text = f"{name} is {found!r}, the plan has {planned!r}"
-            raise NotAsPlannedError(layer.name, text, f"give the model's own plan; or {EARLIER}")
-    difference = describe_difference(own_settings(module), settings)
-    if difference is not None:
-        raise NotAsPlannedError(layer.name, difference)
-
-
-def _check_tensors(module: Any, expected: DclsConvNd, layer: LayerPlan) -> None:
-    """Refuse a layer that has other tensors than planned, such as masks, or other shapes."""
-    names = {"weight", *module.traits.parameters}
-    if layer.bias:
-        names.add("bias")
-    if not module.is_tied:
-        names.update(layer.position_kinds)
-    found = module.state_dict(keep_vars=True).keys()
-    if found != names:
-        parts = []
-        for verb, some in (("has", found - names), ("lacks", names - found)):
-            if some:
-                parts.append(f"{verb} {short_list(sorted(some))}")
-        cure = describe_added_names(found - names) or EARLIER
-        raise NotAsPlannedError(layer.name, "; ".join(parts), cure)
-    for name in ("weight", *layer.position_kinds):
-        shape = tuple(getattr(module, name).shape)
-        planned = tuple(getattr(expected, name).shape)
-        if shape != planned:
-            raise NotAsPlannedError(layer.name, f"has {name} of shape {shape}, not {planned}")
-
-
-def _check_tie(modules: Mapping[str, Any], layer: LayerPlan) -> None:
-    """Refuse a layer that does not read its positions where the plan says."""
-    module = modules[layer.name]
-    found = module.owner
-    if found is modules[layer.owner or layer.name]:
-        return
-    names = [name for name, other in modules.items() if other is found]
-    if layer.owner is not None:
-        text = f"does not read its positions from {layer.owner}"
-        cure = f"run model.get_submodule({layer.name!r}).tie_(model.get_submodule({layer.owner!r}))"
-    elif names:
-        text = f"reads positions of {names[0]}, and has its own in the plan"
-        copied = f"copy.deepcopy(model.get_submodule({layer.name!r}))"
-        cure = f"run model.set_submodule({layer.name!r}, {copied})"
-    else:
-        text = "reads positions of a layer that is no longer in the model"
-        cure = "give copy.deepcopy(model)"
-    raise NotAsPlannedError(layer.name, text, cure)

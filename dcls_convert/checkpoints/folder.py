@@ -229,12 +229,13 @@ def _check_links(folder: Path) -> None:
     """Refuse (CheckpointError) links out of a folder, in place of the files that are read from it.
 
     Messages about an unreadable file quote it, and a link could make them quote any file of the
-    user's. In the cache of a hub, `snapshots/REVISION/FILE` is a link to `../../blobs/HASH`.
+    user's. In the cache of a hub, files below `snapshots` are links into `blobs` beside it.
     """
     real_folder = Path(os.path.realpath(folder))
     allowed = [real_folder]
-    if real_folder.parent.name == "snapshots":
-        allowed.append(real_folder.parents[1] / "blobs")
+    for parent in real_folder.parents:
+        if parent.name == "snapshots":
+            allowed.append(parent.with_name("blobs"))
     for name in (CONFIG, WEIGHTS, TORCH_WEIGHTS):
         path = folder / name
         if path.is_symlink() and Path(os.path.realpath(path)).parent not in allowed:

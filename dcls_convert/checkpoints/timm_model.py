@@ -63,7 +63,8 @@ def create_converted(
     source = _source(stored, kwargs, cfg, features_only=features_only)
     checkpoint = None
     if pretrained:
-        if pretrained_model_args is not None and not features_only:
+        is_overlaid = "num_classes" in (pretrained_cfg_overlay or {})
+        if pretrained_model_args is not None and not features_only and not is_overlaid:
             _check_classes(source, pretrained_model_args, cfg)
         checkpoint = open_checkpoint(_weights_folder(cfg, cache_dir))
         weights = checkpoint.read_state()

@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
 from ..conversion.provenance import provenance_of
 from ..errors import CheckpointError
+from ..layers.ties import is_sharded
 from ..networks.position_parameters import clamp_positions_
 from ..networks.pretrained_cfg import SOURCE_KEYS
 from ..networks.source import TIMM_ARCHITECTURE
@@ -70,11 +72,15 @@ def _cure(name: str, value: object) -> str:
     """Say what to do about an entry of a state dict that a folder cannot hold."""
     if name.endswith(EXTRA_STATE):
         return "keep what get_extra_state returns in buffers, or save it yourself"
-    if isinstance(value, Tensor) and value.is_meta:
+    if not isinstance(value, Tensor):
+        return "keep it out of the state dict; of a quantised module, save the one before"
+    if value.is_meta:
         return "load its values first"
-    if isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
-        return "save the model before it is quantised or sharded; do that after load_converted"
-    return "store it dense, or make it in __init__ by register_buffer(..., persistent=False)"
+    if is_sharded(value):
+        return "gather it (torch's get_model_state_dict), and save a model that is not sharded"
+    if value.layout != torch.strided:
+        return "store it dense, or make it in __init__ by register_buffer(..., persistent=False)"
+    return "save the model before it is quantised, and quantise what load_converted returns"
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], fingerprint: Fingerprint) -> None:

@@ -33,7 +33,7 @@ def carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> 
         vars(new.weight).update(vars(old.weight))  # such as a learning rate of its own
     own_names = {*exclude, *vars(new), *new._parameters} - _HOOK_REGISTRIES
     for name, value in vars(old).items():
-        if name not in own_names:
+        if name not in own_names and not hasattr(type(new), name):  # which it would hide
             vars(new)[name] = value
     # Leave out hooks that compute a parameter: `new` does not have what they compute it from.
     other_hooks: OrderedDict[int, Any] = OrderedDict()

@@ -40,8 +40,9 @@ class ConvSettings:
 
 def dims_of(conv: Any) -> int:
     """Return the number of spatial axes of a convolution of torch.nn, or of a DCLS layer."""
-    dims: int = getattr(conv, "dims", None) or len(conv.output_padding)
-    return dims
+    if hasattr(conv, "dilated_kernel_size"):
+        return len(conv.dilated_kernel_size)
+    return len(conv.output_padding)
 
 
 def own_settings(conv: Any) -> ConvSettings:

@@ -62,11 +62,16 @@ def padding_seen(conv: nn.Module) -> Padding | None:
 
 
 def _plain_attributes(conv: nn.Module) -> dict[str, Any]:
-    """Return the attributes that are numbers, texts or several of these; not the mode."""
-    plain = {}
+    """Return the attributes that are numbers, texts or several of these, and the modules inside.
+
+    The mode is left out.
+    """
+    plain: dict[str, Any] = {"": str(conv)}
     for name, value in vars(conv).items():
         if isinstance(value, int | float | str | tuple) and name != "training":
             plain[name] = value
+        elif isinstance(value, list):
+            plain[name] = tuple(value)
     return plain
 
 

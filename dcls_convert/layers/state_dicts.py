@@ -72,20 +72,20 @@ class CheckedLayer(Tieable):
         if positions.is_meta or is_sharded(positions) or positions.shape != self.positions.shape:
             return None
         excess = 0.0
+        clamps = []
         sides = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
         for axis, side in enumerate(sides):
             low, high = position_limits(side)
             smallest, largest = map(float, positions[axis].detach().float().aminmax())
-            outside = max(low - smallest, largest - high)
-            if outside > excess:
-                excess = outside
-                clamp = f"state[{name!r}][{axis}].clamp_({low}, {high})"
+            excess = max(excess, low - smallest, largest - high)
+            clamps.append(f"state[{name!r}][{axis}].clamp_({low}, {high})")
         if excess <= MAX_OUTSIDE:
             return None
         return (
             f"{name} has elements up to {excess:.3g} cells outside of the window "
             f"{size_text(self.dilated_kernel_size)}. If other code has moved them (an average, a "
-            f"task vector), clamp them first: {clamp}. If their network has a larger window, {CURE}"
+            f"task vector), clamp all positions first: {'; '.join(clamps)}. If their network has a "
+            f"larger window, {CURE}"
         )
 
     def _describe_sigma_below(self, sigma: Tensor, name: str) -> str | None:
@@ -94,7 +94,7 @@ class CheckedLayer(Tieable):
         if minimum is None or sigma.is_meta or is_sharded(sigma):
             return None
         smallest = float(sigma.detach().min())
-        if smallest >= minimum - MAX_BELOW:
+        if not smallest < minimum - MAX_BELOW:  # or NaN, which is not for this check
             return None
         return (
             f"{name} has values down to {smallest:.3g} cells; {self.interpolation} interpolation "

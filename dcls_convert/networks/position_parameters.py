@@ -1,12 +1,10 @@
 """The positions and sigmas of a model."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
@@ -94,15 +92,11 @@ def describe_imprecise(parameters: Iterable[PositionParameter]) -> str | None:
         return None
     first = imprecise[0]
     others = f" and {len(imprecise) - 1} more" if len(imprecise) > 1 else ""
-    border = max(size // 2 for size in first.learnt_size)
-    # Neighbouring numbers just above a power of two are eps times this power apart; half is lost.
-    exponent = math.floor(math.log2(max(border, 1)))
-    lost_step = torch.finfo(first.tensor.dtype).eps / 2 * 2**exponent
     network_dtype = next(iter(first.layers.values())).weight.dtype
     return (
-        f"{first.name}{others} in {first.tensor.dtype}: steps below {lost_step:.2g} cells are "
-        f"lost near the border of the window; model.to({network_dtype}) gives positions float32 "
-        "again, and keeps the network's dtype"
+        f"{first.name}{others} in {first.tensor.dtype}, in which usual steps are rounded away far "
+        f"from the centre; model.to({network_dtype}) gives positions float32 again, and keeps the "
+        "network's dtype"
     )
 
 

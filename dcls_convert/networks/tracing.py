@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -150,7 +151,7 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
     ):
         stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
         for path, module in model.named_modules():
-            if path:
+            if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
                 hook = functools.partial(beginnings.note, path)
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:

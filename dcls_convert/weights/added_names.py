@@ -33,6 +33,6 @@ def describe_added_names(names: Collection[str]) -> str | None:
             if any(one.startswith(module + other.format(parameter)) for one in names):
                 return (
                     f"run {remedy.format(parameter)} for each module that has "
-                    f"{name.removeprefix(module)}, and save then"
+                    f"{name.removeprefix(module)}, then save"
                 )
     return None

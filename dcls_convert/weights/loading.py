@@ -220,7 +220,7 @@ def _describe_names(missing: list[str], unexpected: list[str]) -> str:
 def describe_unusual(value: object) -> str | None:
     """Say what a value is that files of weights do not hold; None for an ordinary dense tensor."""
     if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}, not a tensor"
+        return f"of type {type(value).__name__}, not a tensor"
     if value.is_meta:
         return "on the meta device, without values"
     if value.layout != torch.strided:
@@ -228,7 +228,7 @@ def describe_unusual(value: object) -> str | None:
     if value.is_quantized:
         return f"quantised ({value.dtype})"
     if hasattr(type(value), "__tensor_flatten__"):
-        return f"a {type(value).__name__}, made of several tensors (quantised or sharded)"
+        return f"of class {type(value).__name__}, which consists of other tensors"
     return None
 
 

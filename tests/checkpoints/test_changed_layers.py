@@ -17,7 +17,7 @@ from torch.nn.utils import fusion, parametrize, prune
 
 import dcls_convert
 from dcls_convert import convert_, load_converted, save_converted
-from dcls_convert.checkpoints.check_layers import EARLIER, FOLD_ALL
+from dcls_convert.checkpoints.check_layers import FOLD_ALL, UNDO
 from dcls_convert.errors import CheckpointError
 
 from .folders import outputs
@@ -266,9 +266,9 @@ def follow(message, model, plan):
         return model, dataclasses.replace(plan, folded=True)
     if found := re.search(r"plan\.without\(.*?\)", cure):
         return model, eval(found[0])
-    if cure == "give copy.deepcopy(model)":
+    if cure == "save copy.deepcopy(model)":
         return copy.deepcopy(model), plan
-    found = re.fullmatch(r"run (.*) for each module that has (.*), and save then", cure)
+    found = re.fullmatch(r"run (.*) for each module that has (.*), then save", cure)
     if found is None:
         exec(cure.removeprefix("run "))
         return model, plan
@@ -294,14 +294,14 @@ def save_as_told(network, model, plan, folder):
             return model, told
         except CheckpointError as refusal:
             told.append(str(refusal))
-            if EARLIER in told[-1]:
+            if UNDO in told[-1]:
                 return None, told
             model, plan = follow(told[-1], model, plan)
     raise AssertionError(told)
 
 
 def make_the_change_again(network, change, expected, folder):
-    """Do what EARLIER says: make a change in what is loaded."""
+    """Do what UNDO says: make a change in what is loaded."""
     model, plan = converted(network)
     save_converted(model, plan, folder / "before", source=SOURCES.get(network), check=False)
     loaded = load_converted(folder / "before", model=build(network))

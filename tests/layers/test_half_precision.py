@@ -101,7 +101,7 @@ def test_positions_below_float32_are_told_and_the_cure_lets_them_move(changed):
 
     assert not moves().any()
     tracker = tuning.PositionTracker(model)
-    told = r"positions and \d+ more in torch.bfloat16: steps below 0.031 cells are lost"
+    told = r"positions and \d+ more in torch.bfloat16, in which usual steps are rounded away"
     for call in (lambda: tuning.param_groups(model, lr=1e-3), lambda: tracker.update(0)):
         with pytest.warns(UserWarning, match=told) as warned:
             call()

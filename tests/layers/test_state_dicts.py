@@ -69,12 +69,12 @@ def test_what_is_said_of_positions_outside_cures_both_causes(cure):
         larger.load_state_dict(state)
         return
     clamps = []
-    while len(clamps) < 20:  # each message names one axis of one tensor
+    while len(clamps) < 20:  # each message names one tensor
         try:
             model.load_state_dict(state)
             break
         except RuntimeError as error:
-            clamps.append(re.search(r"clamp them first: (.*?\))\. If", str(error))[1])
+            clamps.append(re.search(r"clamp all positions first: (.*?\))\. If", str(error))[1])
             exec(clamps[-1])
     assert 0 < len(clamps) < 20
 
