@@ -15,7 +15,6 @@ from ..errors import CheckpointError
 from ..layers.conv_settings import own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..networks.wrappers import by_plain_name
-from ..placing.place import describe_difference
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..text import short_list
@@ -89,7 +88,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
     if not layer.stride:
         for name in NOT_STATED_BEFORE:
             setattr(expected, name, getattr(module, name))
-    difference = describe_difference(own_settings(module), own_settings(expected))
+    difference = own_settings(module).describe_difference(own_settings(expected))
     if difference is not None:
         yield difference, UNDO
     yield from _tensor_differences(module, expected)

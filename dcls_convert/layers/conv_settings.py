@@ -3,19 +3,10 @@
 Its settings are attributes, which may be set after construction. Imports no torch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ..geometry import (
-    Padding,
-    as_padding,
-    extent,
-    on_every_axis,
-    plain_numbers,
-    size_text,
-    static_padding,
-)
+from ..geometry import Padding, as_padding, extent, on_every_axis, plain_numbers, size_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +28,18 @@ class ConvSettings:
         """Cells that the kernel spans, on each axis."""
         return tuple(map(extent, self.kernel_size, self.dilation))
 
+    def describe_difference(self, planned: "ConvSettings") -> str | None:
+        """Return a setting that is not as planned: "stride is (2, 2), the plan has (1, 1)".
+
+        None if all are. Settings that the plan does not state (see `LayerPlan`) are not compared.
+        """
+        for name in (field.name for field in fields(ConvSettings)):
+            found = getattr(self, name)
+            stated = getattr(planned, name)
+            if found != stated and stated not in ((), ""):
+                return f"{name} is {found!r}, the plan has {stated!r}"
+        return None
+
 
 def dims_of(conv: Any) -> int:
     """Return the number of spatial axes of a convolution of torch.nn, or of a DCLS layer."""
@@ -52,10 +55,14 @@ def own_settings(conv: Any) -> ConvSettings:
     `conv_classes.settings_of`.
     """
     dims = dims_of(conv)
+    stored = getattr(conv, "_reversed_padding_repeated_twice", None)
     padding: Padding = conv.padding
-    if not isinstance(padding, str):
+    if stored is not None and conv.padding_mode != "zeros":
+        # What torch uses then: cells before and after each axis, the last axis first.
+        padding = as_padding(list(zip(stored[::2], stored[1::2], strict=True))[::-1])
+    elif not isinstance(padding, str):
         padding = on_every_axis(padding, dims)
-    settings = ConvSettings(
+    return ConvSettings(
         in_channels=plain_numbers(conv.in_channels),
         out_channels=plain_numbers(conv.out_channels),
         groups=plain_numbers(conv.groups),
@@ -66,25 +73,6 @@ def own_settings(conv: Any) -> ConvSettings:
         padding=padding,
         padding_mode=conv.padding_mode,
     )
-    widths = getattr(conv, "_reversed_padding_repeated_twice", None)
-    if widths is None or settings.padding_mode == "zeros":
-        return settings
-    return replace(settings, padding=_used_padding(padding, widths, settings.extents))
-
-
-def _used_padding(stated: Padding, widths: Sequence[int], extents: Sequence[int]) -> Padding:
-    """Return the stated padding, or what torch stored at construction, if they differ.
-
-    With a mode other than zeros, torch's convolutions use what they stored.
-
-    Args:
-        stated: The attribute.
-        widths: What is stored: before and after each axis, the last axis first.
-        extents: The kernel's.
-    """
-    pairs = [(widths[2 * axis], widths[2 * axis + 1]) for axis in range(len(extents))]
-    pairs.reverse()
-    return stated if static_padding(stated, extents) == pairs else as_padding(pairs)
 
 
 def why_contradictory(conv: Any) -> str | None:

@@ -4,7 +4,7 @@ This is structure alone; values are found elsewhere.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..geometry import all_new_cells
 from ..layers.conv_classes import CONV_CLASSES, Conv, settings_of, why_not_replaceable
-from ..layers.conv_settings import ConvSettings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -136,19 +135,10 @@ def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
         )
     if reason := why_not_replaceable(conv):
         raise PlanError(f"{layer.name}: {reason}")
-    difference = describe_difference(settings_of(conv), layer)
+    difference = settings_of(conv).describe_difference(layer)
     if difference is not None:
         raise PlanError(f"{layer.name}: {difference}")
     return conv
-
-
-def describe_difference(found: ConvSettings, planned: ConvSettings) -> str | None:
-    """Return a setting that is not as planned, such as "stride is (2, 2), ..."; None if all are."""
-    for name in (field.name for field in fields(ConvSettings)):
-        stated = getattr(planned, name)
-        if getattr(found, name) != stated and stated not in ((), ""):  # empty: see `LayerPlan`
-            return f"{name} is {getattr(found, name)!r}, the plan has {stated!r}"
-    return None
 
 
 def place_layers_without_values_(model: nn.Module, plan: ConversionPlan) -> None:

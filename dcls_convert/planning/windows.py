@@ -12,7 +12,6 @@ from ..geometry import (
     along_learnt_axes,
     check_cells,
     check_window,
-    extent,
     grown_padding,
     keeps_centre,
     padded_cells,
@@ -127,7 +126,7 @@ def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -
     window, dense_axes = _window(site, size, rule)
     sides = list(window)
     for axis in _growing_axes(site, window):
-        sides[axis] += (sides[axis] - extent(site.kernel_size[axis], site.dilation[axis])) % 2
+        sides[axis] += (sides[axis] - site.extents[axis]) % 2
     check_window(site.kernel_size, site.dilation, sides, dense_axes)
     check_cells(site.out_channels * site.in_channels // site.groups, sides)
     return tuple(sides)
@@ -146,7 +145,7 @@ def _window(
             if isinstance(size, int):
                 sides[axis] = size
             else:
-                sides[axis] = extent(site.kernel_size[axis], site.dilation[axis]) + int(size)
+                sides[axis] = site.extents[axis] + int(size)
         return tuple(sides), dense_axes
     # Every side is stated, so a side of 1 may grow: the window says which axes are dense.
     window = tuple(size)
@@ -159,8 +158,7 @@ def _window(
 
 
 def _growing_axes(site: ConvSite, window: Sequence[int]) -> list[int]:
-    extents = map(extent, site.kernel_size, site.dilation)
-    return [axis for axis, old in enumerate(extents) if window[axis] > old]
+    return [axis for axis, old in enumerate(site.extents) if window[axis] > old]
 
 
 def _side_to_grow(site: ConvSite, axis: int, window: Sequence[int], rule: Rule) -> Grow:
@@ -214,14 +212,13 @@ def _why_off_centre(site: ConvSite, axis: int) -> str | None:
     """
     if site.padding in ("same", DYNAMIC_SAME):
         return None
-    extents = list(map(extent, site.kernel_size, site.dilation))
-    before, after = static_padding(site.padding, extents)[axis]
-    if keeps_centre((before, after), extents[axis], site.stride[axis]):
+    before, after = static_padding(site.padding, site.extents)[axis]
+    if keeps_centre((before, after), site.extents[axis], site.stride[axis]):
         return None
     cells = str(before) if before == after else f"{before} and {after}"
     return (
-        f"its padding of {cells} does not centre its kernel of {extents[axis]}, so a larger window "
-        "would read inputs that the padding keeps out (later times, or a neighbouring tile)"
+        f"its padding of {cells} does not centre its kernel of {site.extents[axis]}, so a larger "
+        "window would read inputs that the padding keeps out (later times, or a neighbouring tile)"
     )
 
 
@@ -268,9 +265,7 @@ def _wide_paddings(
     if site.padding_mode not in ("reflect", "circular") or site.input_extent is None:
         return []
     border = int(site.padding_mode == "reflect")  # reflection does not repeat the border
-    extents: Sequence[int] = window
-    if grow:
-        extents = list(map(extent, site.kernel_size, site.dilation))
+    extents = site.extents if grow else window
     cells = padded_cells(padding, site.input_extent, extents, site.stride)
     new = all_new_cells(window, extents, grow)
     by_mode, _ = padding_with_new_cells(cells, new, site.padding_mode)

@@ -10,6 +10,7 @@ from DCLS.construct.modules import Dcls1d
 from torch import nn
 
 from dcls_convert import DclsConv1d, DclsConv2d
+from dcls_convert.layers.conv_classes import settings_of
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.padded_conv import PADDED_CONVS
 
@@ -74,7 +75,7 @@ def test_on_the_old_cells_the_layer_and_its_fold_compute_what_the_convolution_di
     for new in (layer, folded, copy.deepcopy(layer), torch.jit.script(folded)):
         close(new(input), expected)
     for new in (layer, folded):  # for code that pads or cuts a map by these
-        assert new.padding == conv.padding
+        assert new.padding == settings_of(conv).padding
         extents = [(k - 1) * d + 1 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
         assert list(new.kernel_size) == extents
         assert set(new.dilation) == {1}
