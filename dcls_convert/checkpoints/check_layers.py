@@ -131,6 +131,9 @@ def _tie_differences(
     """Yield whether a layer does not read its positions where the plan says."""
     owner = module.owner
     if owner is modules.get(layer.owner or layer.name):
+        if owner.interpolation != module.interpolation:
+            text = f"is {module.interpolation}, and {layer.owner} is {owner.interpolation}"
+            yield text, "round all positions by dcls_convert.tuning.round_positions_(model)"
         return
     this = f"model.get_submodule({layer.name!r})"
     if layer.owner is not None:

@@ -189,6 +189,11 @@ def replaced(layer):
     return nn.Conv2d(layer.in_channels, layer.out_channels, 1, layer.stride)
 
 
+def cut(layer):
+    layer.weight = nn.Parameter(layer.weight[..., 1:-1, 1:-1].detach())
+    return layer
+
+
 def hooked(layer):
     layer.register_forward_hook(lambda _, inputs, output: 2 * output)
     return layer
@@ -332,6 +337,41 @@ def test_changed_layers_load_with_equal_outputs_or_are_refused_with_a_cure_that_
         CHANGES[change](unconverted, names)
     loaded = load_converted(tmp_path / "changed", model=unconverted)
     torch.testing.assert_close(outputs(loaded), outputs(saved))
+
+
+FOLDED = ("dilation", "masks", "a bias", "a forward", "one wrapped", "one left out", "cut kernels")
+CHANGES_OF_FOLDED = {**CHANGES, "cut kernels": each(cut)}
+
+
+@pytest.mark.parametrize("change", FOLDED)
+def test_changed_folded_layers_are_refused_with_a_cure_that_works(change, tmp_path):
+    model, plan = converted("own")
+    dcls_convert.fold_to_dense_(model)
+    plan = dataclasses.replace(plan, folded=True)
+    undone = copy.deepcopy(model)
+    names = [layer.name for layer in plan.layers]
+    CHANGES_OF_FOLDED[change](model, names)
+    expected = outputs_or_none(model)
+    saved, told = save_as_told("own", model, plan, tmp_path / "changed")
+    assert "the model does not fit its plan: 1.0.dw: " in told[0]
+    folder = tmp_path / "changed"
+    if saved is None:
+        folder = save_converted(undone, plan, tmp_path / "undone")
+    loaded = load_converted(folder, model=build("own"))
+    if saved is None:
+        CHANGES_OF_FOLDED[change](loaded, names)
+    torch.testing.assert_close(outputs_or_none(loaded), expected)
+
+
+def test_positions_that_were_rounded_in_a_part_of_a_tie_group_are_said(tmp_path):
+    model = build("own")
+    options = {"interpolation": "triangle", "init": "random", "input_size": (3, 64, 64)}
+    plan = convert_(model, dilated_size="+4", **options).plan
+    dcls_convert.tuning.round_positions_(model[1][0])
+    with pytest.raises(CheckpointError, match=r"is triangle, and 1\.0\.dw is bilinear\. .*round_p"):
+        save_converted(model, plan, tmp_path / "out")
+    dcls_convert.tuning.round_positions_(model)  # the cure
+    save_converted(model, plan, tmp_path / "out")
 
 
 # Changes that make another network, which can be converted.
