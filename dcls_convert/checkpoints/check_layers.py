@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..layers.conv_classes import has_own_forward
 from ..layers.conv_settings import own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..networks.wrappers import by_plain_name
@@ -33,6 +34,7 @@ WITHOUT = (
     "give the network that was converted; or give plan.without('{}'), and load it into a network "
     "with the same change"
 )
+OWN_PLAN = "give the model's own plan"
 FOLD_ALL = (
     "fold all layers by fold_to_dense_(model), and give dataclasses.replace(plan, folded=True)"
 )
@@ -51,13 +53,30 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
             raise CheckpointError(
                 f"the model does not fit its plan: {layer.name}: {found}. To save it, {cure}"
             )
+    _check_shared_tensors(plan, modules)
     planned = {modules[layer.name] for layer in plan.layers}
     for name, module in modules.items():
         if isinstance(module, DclsConvNd) and module not in planned:
             raise CheckpointError(
                 f"the model does not fit its plan: {name}: the plan has no such layer. To save it, "
-                f"{UNDO}"
+                f"{OWN_PLAN}; or {UNDO}"
             )
+
+
+def _check_shared_tensors(plan: ConversionPlan, modules: Mapping[str, Any]) -> None:
+    """Refuse (CheckpointError) layers that share a parameter: they would be loaded with two."""
+    name_of: dict[Tensor, str] = {}
+    for layer in plan.layers:
+        for kind in ("weight", "positions"):
+            parameter = modules[layer.name]._parameters.get(kind)
+            if parameter is None:
+                continue
+            first = name_of.setdefault(parameter, layer.name)
+            if first != layer.name:
+                raise CheckpointError(
+                    f"the model does not fit its plan: {layer.name}: shares its {kind} with "
+                    f"{first}. To save it, {UNDO}"
+                )
 
 
 def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Difference]:
@@ -65,9 +84,13 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
 
     If the plan is folded, the layer is a plain convolution.
     """
-    module = modules.get(layer.name)
+    module: Any = modules.get(layer.name)
     if module is None:
-        yield "the model has no such layer", WITHOUT.format(layer.name)
+        cure = WITHOUT.format(layer.name)
+        for name in modules:
+            if name.endswith(f".{layer.name}"):
+                cure = f"give model.get_submodule({name.removesuffix(f'.{layer.name}')!r})"
+        yield "the model has no such layer", cure
     names = [name for name, other in modules.items() if other is module]
     if set(names) != set(layer.names):
         yield f"one module is {short_list(names)}, in the plan {short_list(layer.names)}", UNDO
@@ -75,7 +98,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
     class_name = type(module).__name__
     if not isinstance(module, type(expected)):
         yield f"is of class {class_name}", _cure_of_class(module, layer)
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # which accelerate sets
+    if has_own_forward(module) and not hasattr(module, "_hf_hook"):  # which accelerate sets
         yield "has a forward of its own, set on this very object", UNDO
     if not layer.folded:
         yield from _tie_differences(modules, module, layer)
@@ -84,11 +107,16 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
             planned = getattr(expected, name)
             if found != planned:
                 text = f"{name} is {found!r}, the plan has {planned!r}"
-                yield text, f"give the model's own plan; or {UNDO}"
+                yield text, f"{OWN_PLAN}; or {UNDO}"
+    if not layer.folded:
+        expected.traits = module.traits
     if not layer.stride:
         for name in NOT_STATED_BEFORE:
             setattr(expected, name, getattr(module, name))
-    difference = own_settings(module).describe_difference(own_settings(expected))
+    planned_settings = own_settings(expected)
+    if layer.transform and not layer.folded:
+        planned_settings = replace(planned_settings, transform=layer.transform)
+    difference = own_settings(module).describe_difference(planned_settings)
     if difference is not None:
         yield difference, UNDO
     yield from _tensor_differences(module, expected)
@@ -130,21 +158,31 @@ def _tie_differences(
 ) -> Iterator[Difference]:
     """Yield whether a layer does not read its positions where the plan says."""
     owner = module.owner
-    if owner is modules.get(layer.owner or layer.name):
+    planned = modules[layer.owner or layer.name]
+    if owner is planned:
         if owner.interpolation != module.interpolation:
             text = f"is {module.interpolation}, and {layer.owner} is {owner.interpolation}"
             yield text, "round all positions by dcls_convert.tuning.round_positions_(model)"
         return
     this = f"model.get_submodule({layer.name!r})"
-    if layer.owner is not None:
-        cure = f"run {this}.tie_(model.get_submodule({layer.owner!r}))"
-        yield f"does not read its positions from {layer.owner}", cure
+    if owner is module:
+        cure = f"give plan.untied({layer.name!r})"
+        if _have_equal_positions(module, planned):
+            cure = f"run {this}.tie_(model.get_submodule({layer.owner!r}))"
+        yield f"has positions of its own, in the plan those of {layer.owner}", cure
+    elif layer.owner is not None:
+        yield f"does not read its positions from {layer.owner}", UNDO
     elif owner in modules.values():
         cure = f"run model.set_submodule({layer.name!r}, copy.deepcopy({this}))"
         yield "reads positions of another layer, and has its own in the plan", cure
     else:
         cure = "save copy.deepcopy(model)"
         yield "reads positions of a layer that is no longer in the model", cure
+
+
+def _have_equal_positions(layer: Any, other: Any) -> bool:
+    pairs = ((layer.positions, other.positions), (layer.sigma, other.sigma))
+    return all(one is two is None or torch.equal(one, two) for one, two in pairs)
 
 
 def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:

@@ -75,7 +75,7 @@ def _cure(name: str, value: object) -> str:
     if not isinstance(value, Tensor):
         return "keep it out of the state dict; of a quantised module, save the one before"
     if value.is_meta:
-        return "load its values first"
+        return "load its values first (accelerate: remove_hook_from_submodules(model))"
     if is_sharded(value):
         return "gather it (torch's get_model_state_dict), and save a model that is not sharded"
     if value.layout != torch.strided:

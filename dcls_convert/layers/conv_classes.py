@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..geometry import DYNAMIC_SAME, Padding
-from .conv_settings import ConvSettings, own_settings, why_contradictory
+from .conv_settings import ConvSettings, name_of_transform, own_settings, why_contradictory
 from .own_forward import padding_seen
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -118,14 +118,21 @@ def traits_of(conv: nn.Module) -> ConvTraits:
 
 def settings_of(conv: AnyConv) -> ConvSettings:
     """Return the settings of a replaceable convolution, with all padding that `forward` adds."""
-    settings = own_settings(conv)
     traits = traits_of(conv)
+    settings = replace(own_settings(conv), transform=name_of_transform(traits))
     if traits.padding is not None:
         return replace(settings, padding=traits.padding)
     same_padding = traits.same_padding
     if callable(same_padding):
         same_padding = same_padding(conv)
     return replace(settings, padding=DYNAMIC_SAME) if same_padding else settings
+
+
+def has_own_forward(module: nn.Module, method: str = "forward") -> bool:
+    """True if a method was set on the object itself; accelerate leaves that of its class there."""
+    found = vars(module).get(method)
+    function = getattr(found, "__func__", found)
+    return found is not None and function is not getattr(type(module), method)
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -136,7 +143,7 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if not isinstance(conv, tuple(CONV_CLASSES.values())):
         return f"{class_name} is not a convolution of torch.nn"
     for method in ("forward", "_conv_forward"):
-        if method in vars(conv):
+        if has_own_forward(conv, method):
             return f"{class_name} has a {method} of its own, set on this very object"
     if parametrize.is_parametrized(conv):
         names = ", ".join(conv.parametrizations)  # type: ignore[arg-type]

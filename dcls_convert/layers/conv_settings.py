@@ -8,6 +8,8 @@ from typing import Any
 
 from ..geometry import Padding, as_padding, extent, on_every_axis, plain_numbers, size_text
 
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvSettings:
@@ -22,6 +24,8 @@ class ConvSettings:
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
+    # What its class does to the weight before it convolves (see `register_conv`), or "nothing".
+    transform: str
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -72,12 +76,24 @@ def own_settings(conv: Any) -> ConvSettings:
         stride=on_every_axis(conv.stride, dims),
         padding=padding,
         padding_mode=conv.padding_mode,
+        transform=name_of_transform(getattr(conv, "traits", None)),
     )
 
 
+def name_of_transform(traits: Any) -> str:
+    """Return the name of what a class does to its weight; `traits` as in `find_traits`."""
+    transform = getattr(traits, "transform_weight", None)
+    if transform is None:
+        return "nothing"
+    name: str = getattr(transform, "__name__", type(transform).__name__)
+    return name
+
+
 def why_contradictory(conv: Any) -> str | None:
-    """Return which attributes contradict the shape of a convolution's weight; None if none do."""
+    """Return which attribute is none of torch's, or contradicts the weight's shape; or None."""
     settings = own_settings(conv)
+    if settings.padding_mode not in PADDING_MODES:
+        return f"its padding mode {settings.padding_mode!r} is none of {', '.join(PADDING_MODES)}"
     channels = (settings.out_channels, settings.in_channels // settings.groups)
     stated = (*channels, *settings.kernel_size)
     shape = tuple(conv.weight.shape)

@@ -3,6 +3,7 @@
 from torch import nn
 
 from ..errors import PlanError, check_argument
+from ..layers.conv_classes import has_own_forward
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.model_state import unchanged_on_failure
 from ..networks.position_parameters import undo_exclusion_from_weight_decay_
@@ -37,7 +38,7 @@ def fold_to_dense_(model: nn.Module) -> int:
     layers: dict[str, DclsConvNd] = {}  # a layer with several names is listed under each
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DclsConvNd):
-            if "forward" in vars(module):
+            if has_own_forward(module):
                 raise PlanError(
                     f"{name} cannot be folded: it has a forward of its own, set on this very "
                     "object, which a plain convolution would not compute; remove it first"

@@ -110,7 +110,13 @@ def find_planned_convs(model: nn.Module, plan: ConversionPlan) -> dict[str, Conv
     Raises:
         PlanError: The model does not have them as planned, or one cannot be replaced.
     """
-    return {layer.name: _find_conv(model, layer) for layer in plan.layers}
+    convs: dict[str, Conv] = {}
+    for layer in plan.layers:
+        conv = _find_conv(model, layer)
+        if conv in convs.values():
+            raise PlanError(f"{layer.name}: the model has one module for several layers")
+        convs[layer.name] = conv
+    return convs
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:

@@ -35,6 +35,7 @@ class LayerPlan(OldConv):
     stride: tuple[int, ...] = field(default=(), compare=False)
     padding: Padding = field(default=(), compare=False)
     padding_mode: str = field(default="", compare=False)
+    transform: str = field(default="", compare=False)
 
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]

@@ -111,6 +111,17 @@ class ConversionPlan(Record):
             raise PlanError(f"without {short_list(patterns)}, no layer of the plan would remain")
         return replace(self.with_layers(kept), skipped=(*self.skipped, *removed))
 
+    def untied(self, name: str) -> "ConversionPlan":
+        """Return the plan in which a layer, by its name, has positions of its own.
+
+        The budget counts these positions, too.
+        """
+        self._check_known([name])
+        layers = []
+        for layer in self.layers:
+            layers.append(replace(layer, tie_group=None) if layer.name == name else layer)
+        return self.with_layers(layers)
+
     def with_layers(self, layers: Sequence[LayerPlan]) -> "ConversionPlan":
         """Return the plan with these of its layers alone, and their budget.
 

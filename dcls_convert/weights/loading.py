@@ -187,6 +187,9 @@ def _problems(
         needs_floats = ours.is_floating_point() and not theirs.is_floating_point()
         if needs_floats or theirs.is_complex() != ours.is_complex():
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
+    for alias, first in aliases.items():
+        if alias in state and first in state and not torch.equal(state[alias], state[first]):
+            yield f"{first} and {alias} are one tensor in the model, and differ here"
     for name, module in model.named_modules():
         if isinstance(module, DclsConvNd):
             problem = module.describe_other_state(state, f"{name}.")

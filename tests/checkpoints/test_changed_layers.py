@@ -215,9 +215,30 @@ def tie_to_another(model, names):
             layer.tie_(first)
 
 
+def swap(model, names):
+    first, *_, last = map(model.get_submodule, names)
+    if first.weight.shape == last.weight.shape:
+        model.set_submodule(names[0], last)
+        model.set_submodule(names[-1], first)
+
+
+def share_weights(model, names):
+    first, second = map(model.get_submodule, names[:2])
+    if first.weight.shape == second.weight.shape:
+        second.weight = first.weight
+
+
+def with_forward_of_its_class(layer):
+    """Do what accelerate does when it removes its hooks."""
+    layer.forward = layer.forward
+    return layer
+
+
 def train(layer):
     with torch.no_grad():
         layer.weight.mul_(0.9)
+        if not layer.is_tied:
+            layer.positions.add_(0.25)
         layer.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias + 1)
     return layer.requires_grad_(False)
 
@@ -237,7 +258,11 @@ CHANGES = {
     "counts of operations": each(counted),
     "copies": each(copy.deepcopy),
     "one copy": one(copy.deepcopy),
+    "trained copies": each(lambda layer: train(copy.deepcopy(layer))),
     "other ties": tie_to_another,
+    "swapped": swap,
+    "shared weights": share_weights,
+    "a forward of its class": each(with_forward_of_its_class),
     "one folded": one(lambda layer: layer.fuse()),
     "all folded": each(lambda layer: layer.fuse()),
     "a larger window": one(with_larger_window),
@@ -269,7 +294,7 @@ def follow(message, model, plan):
     if cure == FOLD_ALL:
         dcls_convert.fold_to_dense_(model)
         return model, dataclasses.replace(plan, folded=True)
-    if found := re.search(r"plan\.without\(.*?\)", cure):
+    if found := re.search(r"plan\.(without|untied)\(.*?\)", cure):
         return model, eval(found[0])
     if cure == "save copy.deepcopy(model)":
         return copy.deepcopy(model), plan
@@ -394,3 +419,37 @@ def test_a_change_before_the_conversion_is_part_of_it(change, tmp_path):
         match=r"the plan does not fit the model: .*; give the unconverted network as",
     ):
         load_converted(folder, model=build("own"))
+
+
+def share_a_block(model):
+    model[1][1] = model[1][0]
+
+
+def share_a_weight(model):
+    model[1][1].pw.weight = model[1][0].pw.weight
+
+
+def standardise(model):
+    old = model[1][0].dw
+    settings = {"padding": 1, "groups": old.groups, "bias": False}
+    model[1][0].dw = timm.layers.StdConv2d(old.in_channels, old.out_channels, 3, **settings)
+
+
+OTHERS = {
+    share_a_block: "the model has one module for several layers",
+    share_a_weight: r"1\.0\.pw\.weight and 1\.1\.pw\.weight are one tensor in the model",
+    standardise: r"transform is 'standardised', the plan has 'nothing'",
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+@pytest.mark.parametrize("tie", ["stage", "none"])
+def test_a_folder_does_not_load_into_a_network_that_shares_or_standardises(change, tie, tmp_path):
+    model = build("own")
+    options = {"init": "random", "input_size": (3, 64, 64), "tie": tie}
+    plan = convert_(model, dilated_size="+4", **options).plan
+    folder = save_converted(model, plan, tmp_path / "out", check=False)
+    other = build("own")
+    change(other)
+    with pytest.raises(CheckpointError, match=OTHERS[change]):
+        load_converted(folder, model=other)

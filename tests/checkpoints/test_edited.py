@@ -200,7 +200,7 @@ def test_a_wrapped_model_is_loaded_verified_and_folded(tmp_path):
 REFUSED = {
     "inside": (
         lambda m, p: (nn.ModuleDict({"ema": m}), p),
-        r"layer1\.0\.conv1: the model has no such layer\. .* give the network that was converted",
+        r"layer1\.0\.conv1: the model has no such layer\. .* give model\.get_submodule\('ema'\)",
     ),
     "plan of a folded network": (
         lambda m, p: (m, replace(p, folded=True)),
