@@ -24,8 +24,8 @@ class ConvSettings:
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    # What its class does to the weight before it convolves (see `register_conv`), or "nothing".
-    transform: str
+    # What its class does to the weight before it convolves: see `register_conv`.
+    transform: str = "nothing"
 
     @property
     def extents(self) -> tuple[int, ...]:
