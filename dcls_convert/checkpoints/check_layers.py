@@ -48,35 +48,41 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
             do.
     """
     modules = by_plain_name(model.named_modules(remove_duplicate=False))
+    for name, found, cure in _problems(modules, plan):
+        raise CheckpointError(
+            f"the model does not fit its plan: {name}: {found}. To save it, {cure}"
+        )
+
+
+def _problems(modules: Mapping[str, Any], plan: ConversionPlan) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of a layer, what was found, and what to do.
+
+    Each problem assumes that those before it are solved.
+    """
     for layer in plan.layers:
+        if layer.name not in modules:
+            cure = _cure_of_missing(modules, plan, layer.name)
+            yield layer.name, "the model has no such layer", cure
         for found, cure in _differences(modules, layer):
-            raise CheckpointError(
-                f"the model does not fit its plan: {layer.name}: {found}. To save it, {cure}"
-            )
-    _check_shared_tensors(plan, modules)
-    planned = {modules[layer.name] for layer in plan.layers}
-    for name, module in modules.items():
-        if isinstance(module, DclsConvNd) and module not in planned:
-            raise CheckpointError(
-                f"the model does not fit its plan: {name}: the plan has no such layer. To save it, "
-                f"{OWN_PLAN}; or {UNDO}"
-            )
-
-
-def _check_shared_tensors(plan: ConversionPlan, modules: Mapping[str, Any]) -> None:
-    """Refuse (CheckpointError) layers that share a parameter: they would be loaded with two."""
-    name_of: dict[Tensor, str] = {}
+            yield layer.name, found, cure
+    name_of: dict[Tensor, str] = {}  # of parameters, each of which is loaded into one layer
     for layer in plan.layers:
         for kind in ("weight", "positions"):
             parameter = modules[layer.name]._parameters.get(kind)
-            if parameter is None:
-                continue
-            first = name_of.setdefault(parameter, layer.name)
-            if first != layer.name:
-                raise CheckpointError(
-                    f"the model does not fit its plan: {layer.name}: shares its {kind} with "
-                    f"{first}. To save it, {UNDO}"
-                )
+            if parameter is not None and name_of.setdefault(parameter, layer.name) != layer.name:
+                yield layer.name, f"shares its {kind} with {name_of[parameter]}", UNDO
+    planned = {modules[layer.name] for layer in plan.layers}
+    for name, module in modules.items():
+        if isinstance(module, DclsConvNd) and module not in planned:
+            yield name, "the plan has no such layer", f"{OWN_PLAN}; or {UNDO}"
+
+
+def _cure_of_missing(modules: Mapping[str, nn.Module], plan: ConversionPlan, name: str) -> str:
+    """Say what to do about a layer that is not there: the network may be inside of the model."""
+    for path in modules:
+        if all(f"{path}.{layer.name}" in modules for layer in plan.layers):
+            return f"give model.get_submodule({path!r})"
+    return WITHOUT.format(name)
 
 
 def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Difference]:
@@ -84,13 +90,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
 
     If the plan is folded, the layer is a plain convolution.
     """
-    module: Any = modules.get(layer.name)
-    if module is None:
-        cure = WITHOUT.format(layer.name)
-        for name in modules:
-            if name.endswith(f".{layer.name}"):
-                cure = f"give model.get_submodule({name.removesuffix(f'.{layer.name}')!r})"
-        yield "the model has no such layer", cure
+    module = modules[layer.name]
     names = [name for name, other in modules.items() if other is module]
     if set(names) != set(layer.names):
         yield f"one module is {short_list(names)}, in the plan {short_list(layer.names)}", UNDO
