@@ -28,7 +28,7 @@ FIGURE_LIBRARY = "matplotlib"  # of the extra `plot`
 ReasonToKeep = Callable[[Path], str | None]
 
 
-def check_output(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> None:
+def check_output_path(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> None:
     """Refuse (CheckpointError) an output that could not be written when the work is done.
 
     Args:
@@ -65,7 +65,7 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
     It gets its final name when the block ends without an error; until then, an existing output
     keeps the name. If the block writes more files beside a file, all get their final names or none.
     """
-    check_output(output, force=force, reason_to_keep=reason_to_keep)
+    check_output_path(output, force=force, reason_to_keep=reason_to_keep)
     folder = output.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
             parts = sorted(part for part in Path(partial).iterdir() if part != new)
             for part in (*parts, new):
                 final = output.with_name(part.name)
-                check_output(final, force=force, reason_to_keep=reason_to_keep)
+                check_output_path(final, force=force, reason_to_keep=reason_to_keep)
             if new.is_file():
                 _publish_files(new, parts, output)
             else:

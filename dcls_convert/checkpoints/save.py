@@ -11,8 +11,7 @@ from ..errors import check_argument
 from ..networks.pretrained_cfg import stated_source
 from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
-from ..output import check_output as check_path
-from ..output import new_output
+from ..output import check_output_path, new_output
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
 from .check_layers import check_layers, describe_hooks
@@ -48,7 +47,7 @@ def check_output(folder: str | Path, *, force: bool = False) -> None:
     """
     if not isinstance(folder, str | os.PathLike):
         check_argument("folder", folder, Path)
-    check_path(Path(folder), force=force, reason_to_keep=reason_not_a_checkpoint)
+    check_output_path(Path(folder), force=force, reason_to_keep=reason_not_a_checkpoint)
 
 
 def save_converted(

@@ -12,7 +12,7 @@ from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..output import check_figure_library, check_output
+from ..output import check_figure_library, check_output_path
 from ..planning.plan_options import PlanOptions
 from ..text import printable
 from . import console, options
@@ -152,7 +152,7 @@ def _convert_and_save(
     """Convert, and write the checkpoint. Without `output`, it gets its default name."""
 
     def check_folder(folder: Path) -> None:
-        check_output(folder, force=force, reason_to_keep=_reason_to_keep)
+        check_output_path(folder, force=force, reason_to_keep=_reason_to_keep)
 
     def approve(planned: "Conversion") -> None:
         _check_macs(planned, max_macs)

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import DclsConvertError
 from ..input import check_file
-from ..output import check_output, check_picture, new_output, reason_not_a_file
+from ..output import check_output_path, check_picture, new_output, reason_not_a_file
 from . import console, options
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def inspect(
         check_file(history, "history")
     if picture is not None:
         check_picture(picture)
-        check_output(picture, force=force, reason_to_keep=reason_not_a_file)
+        check_output_path(picture, force=force, reason_to_keep=reason_not_a_file)
     if plan:
         _print_plan(checkpoint)
         return

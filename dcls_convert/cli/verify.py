@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..checkpoints.verify import Check
 
 EXIT_NOT_CHECKED = 4  # no problem was found, but the model was not rebuilt
-NOT_CHECKED = (
+MODEL_NOT_CHECKED = (
     "its model was not checked; name the unconverted network: --model package.module:factory, "
     "in Python model=NETWORK"
 )
@@ -47,7 +47,7 @@ def verify(
     else:
         _show(verification.checks)
     if verification.ok is None:
-        console.error(f"{checkpoint}: {NOT_CHECKED}")
+        console.error(f"{checkpoint}: {MODEL_NOT_CHECKED}")
         raise typer.Exit(EXIT_NOT_CHECKED)
     if not verification.ok:
         problems = sum(check.ok is False for check in verification.checks)

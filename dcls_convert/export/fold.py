@@ -17,7 +17,7 @@ from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_co
 from ..networks.model_outputs import check_close
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS
-from ..output import check_output, reason_not_a_file
+from ..output import check_output_path, reason_not_a_file
 from ..placing.fold import fold_to_dense_
 from ..progress import Notify, ignore_messages
 from ..text import join_with_and, shortened
@@ -156,7 +156,7 @@ def _check_output(format: FormatName, folder: Path, output: Path, *, force: bool
     if format != "timm":
         if output.suffix != SUFFIXES[format]:
             raise CheckpointError(f"output {shortened(output)} must end in {SUFFIXES[format]}")
-        check_output(output, force=force, reason_to_keep=reason_not_a_file)
+        check_output_path(output, force=force, reason_to_keep=reason_not_a_file)
         return
     for name, suffix in SUFFIXES.items():
         if output.suffix == suffix:
@@ -167,4 +167,4 @@ def _check_output(format: FormatName, folder: Path, output: Path, *, force: bool
         raise CheckpointError(
             f"output {output} is the checkpoint itself, whose positions would be lost"
         )
-    check_output(output, force=force, reason_to_keep=reason_not_a_checkpoint)
+    check_output_path(output, force=force, reason_to_keep=reason_not_a_checkpoint)

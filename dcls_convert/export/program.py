@@ -17,7 +17,7 @@ from ..errors import DclsConvertError, ModelError
 from ..networks.input_tensors import have_batch_axis
 from ..networks.model_outputs import check_close, tensors_in
 from ..networks.process_settings import suppress_output
-from ..output import check_output, new_output, reason_not_a_file
+from ..output import check_output_path, new_output, reason_not_a_file
 from .folded_model import (
     COMPARED_IMAGES,
     FOLDING_BOUND,
@@ -61,7 +61,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     data = None
     if size > MAX_IN_ONE_FILE:
         data = folded.output.with_name(f"{folded.output.name}{DATA_SUFFIX}")
-        check_output(data, force=folded.force, reason_to_keep=reason_not_a_file)
+        check_output_path(data, force=folded.force, reason_to_keep=reason_not_a_file)
 
     def write(program: ExportedProgram, path: Path) -> LoadedFile:
         names = list(map(str, program.graph_signature.user_inputs))
