@@ -388,6 +388,15 @@ def test_changed_folded_layers_are_refused_with_a_cure_that_works(change, tmp_pa
     torch.testing.assert_close(outputs_or_none(loaded), expected)
 
 
+def test_a_block_that_is_used_once_more_is_said(tmp_path):
+    model, plan = converted("own")
+    model[1].append(model[1][0])
+    with pytest.raises(
+        CheckpointError, match=r"one module is 1\.0\.dw, 1\.3\.dw, in the plan 1\.0\.dw"
+    ):
+        save_converted(model, plan, tmp_path / "out")
+
+
 def test_positions_that_were_rounded_in_a_part_of_a_tie_group_are_said(tmp_path):
     model = build("own")
     options = {"interpolation": "triangle", "init": "random", "input_size": (3, 64, 64)}

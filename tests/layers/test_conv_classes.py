@@ -200,3 +200,20 @@ def test_a_convolution_whose_attributes_contradict_its_weight_stays():
     conv = nn.Conv2d(8, 8, 3, padding=1, groups=8)
     conv.weight = nn.Parameter(torch.zeros(8, 1, 5, 5))
     assert why_not_replaceable(conv) == ("its weight is 8x1x5x5, but its attributes state 8x1x3x3")
+
+
+class WithDims(nn.Conv2d):
+    """Has an attribute of a name that layers use."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dims = 8
+        self.note = "kept"
+
+
+def test_an_attribute_of_the_users_own_is_kept_unless_it_would_hide_one_of_the_layers():
+    conv = WithDims(4, 4, 3, padding=1)
+    layer = DclsConv2d.from_conv(conv, kernel_count=9, dilated_kernel_size=5)
+    assert (layer.dims, layer.note) == (2, "kept")
+    x = torch.randn(1, 4, 6, 6)
+    torch.testing.assert_close(layer(x), conv(x))

@@ -181,3 +181,29 @@ def test_random_numbers_and_default_devices_stay():
     padding_seen(Dropped(4, 6, 3))
     assert torch.equal(torch.get_rng_state(), after)
     torch.set_rng_state(state)
+
+
+class ByList(nn.Conv1d):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.widths = [2, 0]
+        self.more = nn.ConstantPad1d(0, 0.0)
+
+    def forward(self, x):
+        return super().forward(F.pad(self.more(x), self.widths))
+
+
+def widen_list(conv):
+    conv.widths[1] = 2
+
+
+def widen_child(conv):
+    conv.more = nn.ConstantPad1d((0, 2), 0.0)
+
+
+@pytest.mark.parametrize("change", [widen_list, widen_child])
+def test_padding_is_seen_again_when_attributes_or_modules_inside_have_changed(change):
+    conv = ByList(4, 4, 3)
+    assert settings_of(conv).padding == ((2, 0),)
+    change(conv)
+    assert settings_of(conv).padding == (2,)

@@ -260,3 +260,10 @@ def test_macs_are_those_that_torchvision_states(name):
     convs = find_convs_for(model, assumed_inputs(source, model))
     stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
     assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:")
+def test_a_network_with_a_scripted_module_is_traced():
+    activation = torch.jit.script(nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(activation, nn.Conv2d(4, 4, 3)))
+    assert find_convs(model, (3, 16, 16)).macs is not None
