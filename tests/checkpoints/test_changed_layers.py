@@ -238,7 +238,7 @@ def train(layer):
     with torch.no_grad():
         layer.weight.mul_(0.9)
         if not layer.is_tied:
-            layer.positions.add_(0.25)
+            layer.positions.add_(layer.weight.mean())  # another step for each layer
         layer.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias + 1)
     return layer.requires_grad_(False)
 

@@ -120,7 +120,7 @@ def test_a_key_says_which_weights_are_taken(content, key):
         ({"conv.weight": numpy.ones(2)}, r"holds conv\.weight, not a state dict"),
         (
             Q_AND_K | {"conv.weight": torch.ones(1), "normalisation": Q_AND_K},
-            "entry 'normalisation' is a dict, not a tensor; weights",
+            "entry 'normalisation' is of type dict, not a tensor; weights",
         ),
         (
             {"state_dict": CHOSEN, "random": numpy.random.RandomState(0)},
