@@ -206,11 +206,11 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
         ),
         (
             lambda m: setattr(m.head.fc, "weight", nn.Parameter(TwoTensor(ONE, ONE))),
-            r"head\.fc\.weight is of class TwoTensor, which .*; save the model before it is quantised",
+            r"head\.fc\.weight is of class TwoTensor, which .*; save the model before it is",
         ),
         (
             lambda m: m.add_module("counter", Counter()),
-            r"counter\._extra_state is of type dict, not a tensor; keep what get_extra_state returns",
+            r"counter\._extra_state is of type dict, not a tensor; keep what get_extra_state",
         ),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),
