@@ -23,7 +23,6 @@ from ..weights.added_names import describe_added_names
 
 # What a layer states besides its settings as a convolution.
 DCLS_ATTRIBUTES = ("dilated_kernel_size", "kernel_count", "dense_axes", "grow")
-NOT_STATED_BEFORE = ("stride", "padding", "padding_mode")  # in plans of version 0.3
 Difference = tuple[str, str]  # what was found, and what to do to save the model
 
 UNDO = (
@@ -108,15 +107,12 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
             if found != planned:
                 text = f"{name} is {found!r}, the plan has {planned!r}"
                 yield text, f"{OWN_PLAN}; or {UNDO}"
+    settings = own_settings(expected)
     if not layer.folded:
-        expected.traits = module.traits
-    if not layer.stride:
-        for name in NOT_STATED_BEFORE:
-            setattr(expected, name, getattr(module, name))
-    planned_settings = own_settings(expected)
-    if layer.transform and not layer.folded:
-        planned_settings = replace(planned_settings, transform=layer.transform)
-    difference = own_settings(module).describe_difference(planned_settings)
+        settings = replace(settings, transform=layer.transform)
+    if not layer.stride:  # plans of version 0.3 state none of these
+        settings = replace(settings, stride=(), padding=(), padding_mode="")
+    difference = own_settings(module).describe_difference(settings)
     if difference is not None:
         yield difference, UNDO
     yield from _tensor_differences(module, expected)
@@ -181,6 +177,8 @@ def _tie_differences(
 
 
 def _have_equal_positions(layer: Any, other: Any) -> bool:
+    if layer.interpolation != other.interpolation:
+        return False
     pairs = ((layer.positions, other.positions), (layer.sigma, other.sigma))
     return all(one is two is None or torch.equal(one, two) for one, two in pairs)
 
