@@ -179,6 +179,16 @@ def with_fewer_elements(layer):
     return layer
 
 
+class Doubled(dcls_convert.DclsConv2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def of_own_class(layer):
+    layer.__class__ = Doubled
+    return layer
+
+
 def doubled_by_a_forward(layer):
     forward = layer.forward
     layer.forward = lambda input: 2 * forward(input)
@@ -275,6 +285,7 @@ CHANGES = {
     "one shared": share,
     "one more": append,
     "a forward": each(doubled_by_a_forward),
+    "a class of one's own": each(of_own_class),
     "a hook": each(hooked),
     "a training": each(train),
     "integers": set_all(stride=1),
