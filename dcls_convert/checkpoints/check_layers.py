@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..geometry import on_every_axis
 from ..layers.conv_classes import has_own_forward
 from ..layers.conv_settings import own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
+from ..layers.ties import POSITION_PARAMETERS
 from ..networks.wrappers import by_plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
@@ -125,7 +127,12 @@ def _make_expected(layer: LayerPlan) -> nn.Module:
     dims = layer.dims
     settings = layer
     if not layer.stride:
-        settings = replace(layer, stride=(1,) * dims, padding=(0,) * dims, padding_mode="zeros")
+        settings = replace(
+            layer,
+            stride=on_every_axis(1, dims),
+            padding=on_every_axis(0, dims),
+            padding_mode="zeros",
+        )
     expected = DCLS_LAYERS[dims].on_meta(
         settings,
         layer.kernel_count,
@@ -145,8 +152,10 @@ def _cure_of_class(module: Any, layer: LayerPlan) -> str:
         return "give dataclasses.replace(plan, folded=False)"
     if not isinstance(module, DCLS_LAYERS[layer.dims].conv_class):
         return UNDO
-    is_folded = tuple(module.weight.shape[2:]) == layer.dilated_size != layer.kernel_size
-    return FOLD_ALL if is_folded else WITHOUT.format(layer.name)
+    cells = tuple(module.weight.shape[2:])
+    if cells == layer.dilated_size and cells != layer.kernel_size:
+        return FOLD_ALL
+    return WITHOUT.format(layer.name)
 
 
 def _tie_differences(
@@ -176,11 +185,15 @@ def _tie_differences(
         yield "reads positions of a layer that is no longer in the model", cure
 
 
-def _have_equal_positions(layer: Any, other: Any) -> bool:
+def _have_equal_positions(layer: DclsConvNd, other: DclsConvNd) -> bool:
+    """True if the positions (and sigmas) of two layers have equal values."""
     if layer.interpolation != other.interpolation:
         return False
-    pairs = ((layer.positions, other.positions), (layer.sigma, other.sigma))
-    return all(one is two is None or torch.equal(one, two) for one, two in pairs)
+    for kind in POSITION_PARAMETERS:
+        values = getattr(layer, kind)
+        if values is not None and not torch.equal(values, getattr(other, kind)):
+            return False
+    return True
 
 
 def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:

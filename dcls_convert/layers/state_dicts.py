@@ -3,6 +3,7 @@
 Torch would load them: names and shapes are the same for every window.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,9 @@ from .interpolation import find_interpolation
 from .ties import POSITION_PARAMETERS, Tieable, at_least_float32, is_sharded
 
 # Cells. The last step of an optimizer may leave an element a little outside of the window, or a
-# sigma below its minimum; their next use in training clamps them. The next larger window has
-# elements up to one cell outside, and a Gaussian's sigmas start half a cell below a triangle's.
-MAX_OUTSIDE = 0.5
-MAX_BELOW = 0.25
+# sigma below its minimum; their next use in training clamps them.
+MAX_OUTSIDE = 0.5  # the next larger window has elements up to one cell outside
+MAX_BELOW = 0.25  # a Gaussian's sigmas start half a cell below a triangle's minimum
 CURE = "load it into a network that was converted in the same way"
 
 
@@ -94,7 +94,7 @@ class CheckedLayer(Tieable):
         if minimum is None or sigma.is_meta or is_sharded(sigma):
             return None
         smallest = float(sigma.detach().min())
-        if not smallest < minimum - MAX_BELOW:  # or NaN, which is not for this check
+        if math.isnan(smallest) or smallest >= minimum - MAX_BELOW:  # NaN is not for this check
             return None
         return (
             f"{name} has values down to {smallest:.3g} cells; {self.interpolation} interpolation "

@@ -180,8 +180,13 @@ def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | N
         called = {name: convs[name] for name in traced.calls}
         return whole_networks(called, traced.begin_with_input, traced.begin_with_picture)
     # They are assumed to be called in the order in which they are defined, the first on the image.
-    paths = [list(paths_above(name)) for name in convs]
-    return whole_networks(convs, set(*paths[:1]), set().union(*paths))
+    on_image: set[str] = set()
+    all_paths: set[str] = set()
+    for name in convs:
+        all_paths.update(paths_above(name))
+        if not on_image:
+            on_image = set(all_paths)
+    return whole_networks(convs, on_image, all_paths)
 
 
 def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:

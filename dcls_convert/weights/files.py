@@ -24,8 +24,8 @@ from .loading import describe_unusual
 from .state_dict_choice import EXTRA_STATE, choose_state_dict
 
 HEADER_START = b"{"  # the ninth byte of a safetensors file
-# Bytes: about 100,000 tensors, many more than any network has. A header of 600,000 empty tensors
-# took 15 seconds and 1.3 GB to read.
+# Bytes: about 100,000 tensors, many more than any network has. Reading a longer header takes long
+# and much memory, even if its tensors are empty.
 MAX_HEADER_BYTES = 10_000_000
 PICKLE_START = b"\x80"  # first byte of a pickle, and of a file of torch before 1.6
 # What an index of shards may name: a file beside it, never one elsewhere.
