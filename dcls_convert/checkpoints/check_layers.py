@@ -181,7 +181,7 @@ def _tie_differences(
         cure = f"run model.set_submodule({layer.name!r}, copy.deepcopy({this}))"
         yield "reads positions of another layer, and has its own in the plan", cure
     else:
-        cure = "save copy.deepcopy(model)"
+        cure = "give copy.deepcopy(model)"
         yield "reads positions of a layer that is no longer in the model", cure
 
 

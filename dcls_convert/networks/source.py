@@ -155,7 +155,7 @@ def _check_hub_name(name: str) -> None:
         is_valid = False
     if not is_valid:
         raise ModelError(
-            f"{shortened(name, 120)}: is no name on the hub; allowed are hf-hub:OWNER/NAME and "
+            f"{shortened(name, 120)}: not a valid name for the hub; give hf-hub:OWNER/NAME or "
             "hf-hub:OWNER/NAME@REVISION, with letters, digits, '-', '_' and '.' in OWNER and NAME"
         )
 

@@ -307,7 +307,7 @@ def follow(message, model, plan):
         return model, dataclasses.replace(plan, folded=True)
     if found := re.search(r"plan\.(without|untied)\(.*?\)", cure):
         return model, eval(found[0])
-    if cure == "save copy.deepcopy(model)":
+    if cure == "give copy.deepcopy(model)":
         return copy.deepcopy(model), plan
     found = re.fullmatch(r"run (.*) for each module that has (.*), then save", cure)
     if found is None:
@@ -397,6 +397,20 @@ def test_changed_folded_layers_are_refused_with_a_cure_that_works(change, tmp_pa
     if saved is None:
         CHANGES_OF_FOLDED[change](loaded, names)
     torch.testing.assert_close(outputs_or_none(loaded), expected)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_removed_block_is_left_out_as_the_messages_say(index, tmp_path):
+    """The layers behind it have other names then, and those that read its positions keep them."""
+    model, plan = converted("own")
+    del model[1][index]
+    expected = outputs(model)
+    _, told = save_as_told("own", model, plan, tmp_path / "out")
+    assert told
+    unconverted = build("own")
+    del unconverted[1][index]
+    loaded = load_converted(tmp_path / "out", model=unconverted)
+    torch.testing.assert_close(outputs(loaded), expected)
 
 
 def test_a_block_that_is_used_once_more_is_said(tmp_path):

@@ -68,7 +68,7 @@ def test_a_wrong_command_line_is_refused(user_input, says):
 @pytest.mark.parametrize("name", ["a/b/c", "me/my model", "me/mine@", "me/mine@a@b"])
 @pytest.mark.parametrize("option", ["--quiet", "--dry-run"])
 def test_what_cannot_be_a_name_on_the_hub_is_refused_with_what_can(name, option):
-    says = f"hf-hub:{name}: is no name on the hub; allowed are hf-hub:OWNER/NAME and "
+    says = f"hf-hub:{name}: not a valid name for the hub; give hf-hub:OWNER/NAME or "
     refused(f"hf-hub:{name}", option, says=says)
 
 
