@@ -145,7 +145,9 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
 
         def convert() -> None:
             plan = dcls_convert.plan_conversion(dcls_convert.find_convs(network), **plan_options)
-            images = dcls_convert.calibrate(network, plan, folder, most_images=options.images)
+            images = dcls_convert.read_calibration_images(
+                network, plan, folder, most_images=options.images
+            )
             dcls_convert.convert_(network, calibration=images, **plan_options)
 
         convert_seconds, more_mib = seconds_and_more_mib(convert)

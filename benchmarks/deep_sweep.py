@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert
-from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs_for, inputs_of
 from dcls_convert.networks.source import registry_names, resolve_model
+from dcls_convert.networks.torchvision_inputs import assumed_inputs
 
 MAX_PARAMS = 60_000_000
 MAX_FOLD_ERROR = 1e-4

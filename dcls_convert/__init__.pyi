@@ -28,6 +28,6 @@ from .planning.rules import RuleSet as RuleSet
 from .reports.report import ConversionReport as ConversionReport
 from .reports.report import predict_report as predict_report
 from .starts.images import Calibration as Calibration
-from .starts.images import calibrate as calibrate
+from .starts.images import read_calibration_images as read_calibration_images
 
 __version__: str

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .errors import CheckpointError
-from .input import read_bytes
+from .file_checks import read_bytes
 from .text import shortened
 
 # pydantic's settings for a record and all records in it: values must have exactly the stated types,

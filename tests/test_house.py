@@ -28,9 +28,19 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # A folder (or a file beside the folders) imports only from those before it, in functions too. Every
 # folder may also import `__version__` from the package.
 ORDER = (
-    *("text", "errors", "geometry", "options", "input", "records", "output"),
+    *("text", "errors", "geometry", "options", "file_checks", "records", "output"),
     *("tables", "progress"),
-    *("depthwise", "layers", "networks", "weights", "planning", "reports", "placing", "starts"),
+    *(
+        "depthwise",
+        "layers",
+        "running",
+        "networks",
+        "weights",
+        "planning",
+        "reports",
+        "placing",
+        "starts",
+    ),
     *("conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
     *("timm_plugin", "__init__", "__main__"),
 )

@@ -131,7 +131,7 @@ FRONT_DOORS = {
     "find_convs": dcls_convert.find_convs,
     "convert_from_authors_": lambda model: dcls_convert.convert_from_authors_(model, {}),
     "apply_plan_": lambda model: dcls_convert.apply_plan_(model, None),
-    "calibrate": lambda model: dcls_convert.calibrate(model, None, ()),
+    "read_calibration_images": lambda model: dcls_convert.read_calibration_images(model, None, ()),
     "fold_to_dense_": dcls_convert.fold_to_dense_,
     "save_converted": lambda model: dcls_convert.save_converted(model, "plan", "out"),
     "param_groups": lambda model: dcls_convert.tuning.param_groups(model, lr=1e-3),

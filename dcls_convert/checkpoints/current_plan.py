@@ -10,8 +10,8 @@ from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, parameter_count
-from ..networks.pretrained_cfg import stated_args
 from ..networks.source import ModelSource
+from ..networks.timm_notes import stated_args
 from ..networks.wrappers import by_plain_name
 from ..planning.plan import ConversionPlan
 from ..reports.report import predict_report

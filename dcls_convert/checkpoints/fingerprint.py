@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..networks.input_tensors import Inputs, pixel_count
-from ..networks.inputs import random_arguments
-from ..networks.model_outputs import relative_error, tensors_in
-from ..networks.model_state import image_dtype
-from ..networks.running import running, without_small_parameters
 from ..options import MAX_PIXELS
 from ..records import Record
+from ..running.arguments import random_arguments
+from ..running.compare_outputs import relative_error, tensors_in
+from ..running.input_spec import InputSpec, pixel_count
+from ..running.model_state import image_dtype
+from ..running.run import running, without_small_parameters
 from ..text import one_line
 
 SAMPLES = 16  # values stored per output
@@ -49,7 +49,7 @@ class Fingerprint(Record):
 NOT_CHECKED = Fingerprint(dtype="float32", outputs=None, reason="saved with check=False")
 
 
-def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) -> Fingerprint:
+def take_fingerprint(model: nn.Module, inputs: InputSpec | None, *, seed: int = 0) -> Fingerprint:
     """Run the model on seeded random inputs and summarise its outputs, or say why there are none.
 
     The model's state and the process's settings do not change.
@@ -80,7 +80,7 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) 
     return Fingerprint(dtype=dtype, outputs=outputs or None, reason=reason, unmuted=unmuted or None)
 
 
-def _run(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
+def _run(model: nn.Module, inputs: InputSpec, seed: int) -> list[Tensor]:
     arguments = random_arguments(inputs, seed=seed)
     with running(model) as run:
         return tensors_in(run(*arguments.args, **arguments.kwargs))

@@ -17,11 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import CheckpointError, PlanError
-from ..input import check_folder
-from ..networks.input_tensors import Inputs, checked_input_size, image_inputs
+from ..file_checks import check_folder
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
 from ..planning.plan import ConversionPlan
 from ..records import STRICT, Record, read_json
+from ..running.input_spec import InputSpec, checked_input_size, image_inputs
 from ..text import shortened
 from ..weights.files import load_safetensors, open_safetensors, read_weights
 from .fingerprint import Fingerprint
@@ -89,7 +89,7 @@ class Checkpoint:
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
     # What the model takes, from the plan; without one, from `pretrained_cfg`.
-    inputs: Inputs | None
+    inputs: InputSpec | None
     pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
     stated_classes: dict[str, Any]  # each place in the config that states them, and its number
     provenance: dict[str, Any] | None  # None if the model's parts were converted one by one

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError, check_argument
-from ..networks.model_state import unchanged_on_failure
-from ..networks.pretrained_cfg import replace_stated_cfg_
+from ..networks.timm_notes import replace_stated_cfg_
 from ..networks.wrappers import inside_wrappers
 from ..placing.place import place_layers_without_values_
 from ..planning.plan import ConversionPlan
+from ..running.model_state import unchanged_on_failure
 from ..weights.loading import build_and_load, load_weights_
 from .folder import Checkpoint, open_checkpoint
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..errors import check_argument
-from ..networks.pretrained_cfg import stated_source
 from ..networks.source import resolve_model
+from ..networks.timm_notes import stated_source
 from ..networks.wrappers import inside_wrappers
 from ..output import check_output_path, new_output
 from ..planning.plan import ConversionPlan

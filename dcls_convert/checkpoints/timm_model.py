@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, ModelError
+from ..layers.position_parameters import exclude_from_weight_decay_
 from ..networks.building import build_model
-from ..networks.position_parameters import exclude_from_weight_decay_
-from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
+from ..networks.timm_notes import set_pretrained_cfg_
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..input import check_folder
+from ..file_checks import check_folder
 from ..progress import Notify, ignore_messages
 from ..records import Record
 from ..text import shortened

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from .. import __version__
 from ..conversion.provenance import provenance_of
 from ..errors import CheckpointError
+from ..layers.position_parameters import clamp_positions_
 from ..layers.ties import is_sharded
-from ..networks.position_parameters import clamp_positions_
-from ..networks.pretrained_cfg import SOURCE_KEYS
 from ..networks.source import TIMM_ARCHITECTURE
+from ..networks.timm_notes import SOURCE_KEYS
 from ..networks.wrappers import by_plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan

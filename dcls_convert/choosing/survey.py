@@ -16,7 +16,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..conversion.load import load
+from ..conversion.open_network import load
 from ..conversion.plan_network import plan_network
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError

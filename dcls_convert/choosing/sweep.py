@@ -10,12 +10,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from ..conversion.load import LoadedNetwork, load
+from ..conversion.open_network import LoadedNetwork, load
 from ..conversion.plan_network import cautions, plan_network
 from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import plain_numbers, size_text
-from ..networks.inputs import ExampleInputs
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
@@ -32,6 +31,7 @@ from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
 from ..reports.costs import Change, MacsChange, in_one_unit, percent, with_separators
 from ..reports.report import predict_report
+from ..running.arguments import ExampleInputs
 from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
 

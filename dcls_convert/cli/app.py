@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from ..cli import console
 from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
-from . import console
 from .convert import convert
 from .default_command import Commands
 from .fold import fold

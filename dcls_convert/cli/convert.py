@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cli import console, options
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
@@ -15,7 +16,6 @@ from ..options import AUTO, DEFAULT_BUDGET
 from ..output import check_figure_library, check_output_path
 from ..planning.plan_options import PlanOptions
 from ..text import printable
-from . import console, options
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _convert_and_save(
     with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_checkpoint
         from ..conversion.convert import carry_out
-        from ..networks.process_settings import check_device
+        from ..running.process_settings import check_device
 
         if request.device is not None:
             request = replace(request, device=str(check_device(request.device)))

@@ -4,10 +4,10 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ..cli import console, options
 from ..export.formats import SUFFIXES, FormatName
 from ..geometry import size_text
 from ..text import count_text
-from . import console, options
 
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport

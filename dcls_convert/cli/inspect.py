@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cli import console, options
 from ..errors import DclsConvertError
-from ..input import check_file
+from ..file_checks import check_file
 from ..output import check_output_path, check_picture, new_output, reason_not_a_file
-from . import console, options
 
 if TYPE_CHECKING:
     from ..tuning.tracker import TrackRecord

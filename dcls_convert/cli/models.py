@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from ..cli import console, options
 from ..conversion.request import ConversionRequest
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.plan_options import PlanOptions
-from . import console, options
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..input import builtin_rules, check_folder, check_images
+from ..file_checks import builtin_rules, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,

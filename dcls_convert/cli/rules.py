@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..input import builtin_rules
+from ..cli import console, options
+from ..file_checks import builtin_rules
 from ..text import count_text
-from . import console, options
 
 RulesArgument = Annotated[
     str,

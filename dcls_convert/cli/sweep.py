@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..cli import console, options
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError
 from ..options import AUTO
 from ..planning.plan_options import PlanOptions
-from . import console, options
 from .parsing import parse_budgets, parse_counts, parse_sizes
 from .shell_command import shell_command
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
+from ..cli import console, options
 from ..errors import CheckpointError
 from ..text import count_text, printable
-from . import console, options
 
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check

@@ -9,15 +9,15 @@ from torch import nn
 from ..depthwise.devices import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..errors import DclsConvertError, PlanError, check_argument
 from ..layers.interpolation import find_interpolation
-from ..networks.model_state import unchanged_on_failure
-from ..networks.process_settings import full_precision
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choice
 from ..placing.place import LayerGroup, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
-from ..starts.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
-from ..starts.images import Calibration, Images, calibrate
+from ..running.model_state import unchanged_on_failure
+from ..running.process_settings import full_precision
+from ..starts.calibration import CalibrationStatistics, fit_to_outputs_, measure_inputs
+from ..starts.images import Calibration, Images, read_calibration_images
 from ..starts.start import start_from_kernels_, start_randomly_
 
 
@@ -151,5 +151,5 @@ def _statistics(
         return calibration
     if not isinstance(calibration, Calibration):
         # Outputs are not compared here, so no image need be held out.
-        calibration = calibrate(model, plan, calibration, held_out=(), note=note)
+        calibration = read_calibration_images(model, plan, calibration, held_out=(), note=note)
     return measure_inputs(model, groups, calibration, notify)

@@ -18,7 +18,7 @@ from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import find_interpolation
 from ..options import AUTO, AuthorsVersion
 from ..placing.place import insert_layers_, make_layers
-from ..planning.counts import LayerCounts
+from ..planning.kernel_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..progress import Note

@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..networks.model_state import unchanged_on_failure
-from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.source import ModelSource
+from ..networks.timm_notes import set_normalisation_
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
-from ..starts.calibrate import CalibrationStatistics
-from ..starts.counts import choose_counts_by_error
-from ..starts.images import Calibration, calibrate
+from ..running.model_state import unchanged_on_failure
+from ..starts.calibration import CalibrationStatistics
+from ..starts.counts_by_error import choose_counts_by_error
+from ..starts.images import Calibration, read_calibration_images
 from .apply_plan import apply_plan_
 from .authors import check_elements, convert_with_authors_elements_
-from .load import build_network, load
-from .outputs import compare_with_outputs_before, outputs_before_conversion
+from .before_and_after import compare_with_outputs_before, outputs_before_conversion
+from .open_network import build_network, load
 from .plan_network import (
     are_counts_chosen_by_error,
     cautions,
@@ -110,7 +110,7 @@ def _read_images(
     """Return the calibration's images at the plan's input size; None if there is no calibration."""
     if request.calibration is None:
         return None
-    return calibrate(
+    return read_calibration_images(
         network,
         plan,
         request.calibration,

@@ -8,7 +8,6 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from ..errors import check_argument
-from ..networks.inputs import ExampleInputs
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -23,6 +22,7 @@ from ..planning.plan_options import PlanArguments, PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
+from ..running.arguments import ExampleInputs
 from ..starts.images import Calibration, Images
 from .convert import Conversion, carry_out
 from .plan_network import cautions
@@ -81,11 +81,11 @@ def convert_(
         positions: For init="random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
             kernel, "uniform" over the window. If the input size is known, "uniform" stays within
             the cells that can meet the feature map.
-        calibration: For init="fit": images, as in `calibrate`, or its result. Elements are then
-            fitted so that the outputs, not the kernels, stay close.
-        held_out: Images to compare outputs on, as in `calibrate`, other than those of the
-            calibration. None takes every fifth of these.
-        mean, std: Normalisation of a folder of images, as in `calibrate`.
+        calibration: For init="fit": images, as in `read_calibration_images`, or its result.
+            Elements are then fitted so that the outputs, not the kernels, stay close.
+        held_out: Images to compare outputs on, as in `read_calibration_images`, other than those
+            of the calibration. None takes every fifth of these.
+        mean, std: Normalisation of a folder of images, as in `read_calibration_images`.
         input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
             timm model states.
         example_inputs: For a network that takes anything but one image, or values of a certain

@@ -9,19 +9,19 @@ from dataclasses import replace
 from ..errors import PlanError
 from ..geometry import size_text
 from ..networks.find_convs import parameter_count
-from ..networks.input_tensors import inputs_text
-from ..networks.pretrained_cfg import stated_source
 from ..networks.source import ModelSource
+from ..networks.timm_notes import stated_source
 from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..placing.place import find_planned_convs
-from ..planning.counts import LayerCounts
+from ..planning.kernel_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
+from ..running.input_spec import inputs_text
 from ..text import shortened
 from ..weights.loading import check_weights
 from .authors import counts_of_elements, translate_authors_elements
-from .load import LoadedNetwork
+from .open_network import LoadedNetwork
 
 
 def are_counts_chosen_by_error(loaded: LoadedNetwork) -> bool:

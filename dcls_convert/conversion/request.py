@@ -32,7 +32,7 @@ from ..text import join_with_and, shortened
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..networks.inputs import ExampleInputs
+    from ..running.arguments import ExampleInputs
     from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it

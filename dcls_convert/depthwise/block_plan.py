@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..depthwise import block_kernels as kernels
 from ..geometry import Pair, ceil_div
-from . import block_kernels as kernels
 from .devices import adds_three_taps, float32_precision
 from .launching import LOAD_BYTES, Launch
 from .layouts import (

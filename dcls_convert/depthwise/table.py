@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
+from ..depthwise import onednn, products
 from ..errors import DclsConvertError
 from ..geometry import Pair, size_text
 from ..progress import logger
 from ..text import did_you_mean, shortened
-from . import onednn, products
 from .devices import AUTOCAST_DEVICES, GPUS, why_no_blocks
 from .eager import is_being_compiled
 from .layouts import BLOCK_SIDE, MAX_OFFSET

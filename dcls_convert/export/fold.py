@@ -13,13 +13,13 @@ from ..checkpoints.load import load_state
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
 from ..networks.find_convs import parameter_count
-from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_count
-from ..networks.model_outputs import check_close
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS
 from ..output import check_output_path, reason_not_a_file
 from ..placing.fold import fold_to_dense_
 from ..progress import Notify, ignore_messages
+from ..running.compare_outputs import check_close
+from ..running.input_spec import InputSpec, image_inputs, inputs_text, pixel_count
 from ..text import join_with_and, shortened
 from .folded_model import (
     FOLDING_BOUND,
@@ -109,7 +109,7 @@ def _load(checkpoint: Checkpoint, model: str | None, *, trust_code: bool) -> nn.
     return load_state(checkpoint, state, model=unconverted, trust_code=trust_code).eval()
 
 
-def _fold_(network: nn.Module, inputs: Inputs, folder: Path) -> tuple[Any, float]:
+def _fold_(network: nn.Module, inputs: InputSpec, folder: Path) -> tuple[Any, float]:
     """Fold a network; return its outputs before that, and the relative error of those after."""
     arguments = arguments_for(network, inputs)
     try:
@@ -131,7 +131,7 @@ def _check_onnx_packages() -> None:
         )
 
 
-def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> Inputs:
+def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> InputSpec:
     """Return the inputs. Raise if there are none, or if they are too large to compare outputs."""
     inputs = checkpoint.plan.inputs
     if input_size is not None:

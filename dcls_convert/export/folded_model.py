@@ -12,13 +12,13 @@ from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
 from ..errors import ModelError
 from ..networks.find_convs import parameter_count
-from ..networks.input_tensors import Inputs, with_batch
-from ..networks.inputs import Arguments, random_arguments
-from ..networks.model_state import image_dtype
-from ..networks.process_settings import suppress_output
-from ..networks.running import running
 from ..progress import Notify
 from ..records import Record
+from ..running.arguments import Arguments, random_arguments
+from ..running.input_spec import InputSpec, with_batch
+from ..running.model_state import image_dtype
+from ..running.process_settings import suppress_output
+from ..running.run import running
 from ..text import one_line, shortened
 from .formats import OutputKind
 
@@ -53,7 +53,7 @@ class FoldedModel:
     model: nn.Module
     checkpoint: Checkpoint  # from which the model was loaded
     input_size: tuple[int, ...] | None  # of one image; None for other inputs
-    inputs: Inputs
+    inputs: InputSpec
     outputs: Any  # for `arguments_for` these inputs, computed before folding
     relative_error: float  # of folding
     params_before: int  # before folding
@@ -84,7 +84,7 @@ class FoldedModel:
         )
 
 
-def arguments_for(model: nn.Module, inputs: Inputs, batch: int = COMPARED_IMAGES) -> Arguments:
+def arguments_for(model: nn.Module, inputs: InputSpec, batch: int = COMPARED_IMAGES) -> Arguments:
     """Return random arguments for a batch of this size, in the model's dtype."""
     return random_arguments(with_batch(inputs, batch), dtype=image_dtype(model))
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import DclsConvertError, ModelError
-from ..networks.input_tensors import have_batch_axis
-from ..networks.model_outputs import check_close, tensors_in
-from ..networks.process_settings import suppress_output
 from ..output import check_output_path, new_output, reason_not_a_file
+from ..running.compare_outputs import check_close, tensors_in
+from ..running.input_spec import have_batch_axis
+from ..running.process_settings import suppress_output
 from .folded_model import (
     COMPARED_IMAGES,
     FOLDING_BOUND,

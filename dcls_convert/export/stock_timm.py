@@ -21,11 +21,11 @@ from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
 from ..networks.find_convs import find_convs_for
-from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
 from ..output import new_output
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, predict_report
+from ..running.compare_outputs import ComparisonError, check_close
 from ..weights.files import load_safetensors
 from ..weights.loading import alias_names
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, arguments_for, run_model

@@ -1,1 +1,1 @@
-"""A network: built by its name, loaded, traced, measured, and run as it is."""
+"""A network seen from outside: built by its name, traced, and measured."""

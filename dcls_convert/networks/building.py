@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import DclsConvertError, ModelError
+from ..running.process_settings import ignored_warnings, seeded
 from ..text import did_you_mean, one_line
-from .process_settings import ignored_warnings, seeded
 from .source import LIBRARY_KINDS, ModelSource, check_source, import_library
 
 

@@ -14,9 +14,9 @@ from ..layers.conv_classes import AnyConv, Conv, settings_of, why_not_replaceabl
 from ..layers.conv_settings import ConvSettings, dims_of, own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import MAX_PIXELS
-from ..text import one_line, short_list
-from .input_tensors import (
-    Inputs,
+from ..running.arguments import ExampleInputs, describe_inputs
+from ..running.input_spec import (
+    InputSpec,
     as_image_size,
     checked_input_size,
     image_inputs,
@@ -26,11 +26,11 @@ from .input_tensors import (
     pixel_count,
     sides_of_image,
 )
-from .inputs import ExampleInputs, describe_inputs
-from .library_code import LIBRARIES, is_library_code
+from ..running.library_code import LIBRARIES, is_library_code
+from ..running.run import meta_copy
+from ..text import one_line, short_list
 from .measure import NOT_CALLED, Measured, measure
 from .probing import CannotMeasureError
-from .running import meta_copy
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -75,7 +75,7 @@ def find_convs(
 
 def inputs_of(
     model: nn.Module, input_size: Sequence[int] | None, example_inputs: ExampleInputs | None
-) -> Inputs | None:
+) -> InputSpec | None:
     """Return what forward takes, as the user or a timm model states it; None if neither does.
 
     Raises:
@@ -114,7 +114,7 @@ def _dims(model: nn.Module) -> set[int]:
     return set(map(dims_of, _convs_with_names(model))) or {2}
 
 
-def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
+def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     """Return every convolution object of `model`, as `find_convs`, for described inputs."""
     check_not_wrapped(model)
     converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
@@ -189,7 +189,7 @@ def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | N
     return whole_networks(convs, on_image, all_paths)
 
 
-def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:
+def _may_take_inputs(conv: AnyConv, inputs: InputSpec | None) -> bool:
     """True if a convolution has the channels of an input, or of all inputs put together."""
     channels = [tensor.shape[1] for tensor in inputs or () if len(tensor.shape) > 2]
     return not channels or conv.in_channels in (*channels, sum(channels))
@@ -213,7 +213,7 @@ def _why_skipped(
     return reasons
 
 
-def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: Inputs | None) -> Measured:
+def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: InputSpec | None) -> Measured:
     """Measure a network that is not a library's; where that is not possible, say why."""
     if not convs:
         return Measured()
@@ -253,8 +253,8 @@ def _has_values(model: nn.Module) -> bool:
 
 
 def _try_trace(
-    model: nn.Module, inputs: Inputs | None, *, is_own: bool
-) -> tuple[Trace | None, Inputs | None, str | None]:
+    model: nn.Module, inputs: InputSpec | None, *, is_own: bool
+) -> tuple[Trace | None, InputSpec | None, str | None]:
     """Trace the model on one image or, if it does not take one, on the batch as it was given.
 
     A library's network runs on meta, if it can; the user's own with its values, if it has some.
@@ -290,7 +290,7 @@ def _try_trace(
     return None, inputs, f"the model does not run at {where}: {problem}; {OTHER_INPUTS}"
 
 
-def _best_trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> tuple[Trace, Inputs]:
+def _best_trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> tuple[Trace, InputSpec]:
     """Trace the model on normal values or, where more outputs are then finite, from 0 to 1."""
     traced = trace(model, inputs, on_meta=on_meta)
     others = in_unit_range(inputs)
@@ -309,7 +309,7 @@ def _best_trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> tuple[Tra
     return traced, inputs
 
 
-def _output_strides(traced: Trace | None, inputs: Inputs | None) -> dict[str, OutputStride]:
+def _output_strides(traced: Trace | None, inputs: InputSpec | None) -> dict[str, OutputStride]:
     """Return, by name, the output stride of each convolution whose output has all image axes."""
     if traced is None or inputs is None:
         return {}

@@ -23,11 +23,12 @@ from ..errors import is_out_of_memory
 from ..geometry import Direction, Grow
 from ..layers.conv_classes import Conv, settings_of
 from ..options import MAX_PIXELS
+from ..running.arguments import Arguments, random_arguments
+from ..running.compare_outputs import comparable, finite_share, relative_error, tensors_in
+from ..running.input_spec import InputSpec, inputs_text, pixel_count, smaller_inputs
+from ..running.run import Run, running, without_small_parameters
 from ..text import one_line
-from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
-from .inputs import Arguments, random_arguments
 from .laws import Law, find_pairs, laws_of
-from .model_outputs import comparable, finite_share, relative_error, tensors_in
 from .probing import (
     CannotMeasureError,
     RunOutputs,
@@ -35,7 +36,6 @@ from .probing import (
     run_probe,
     tables_of,
 )
-from .running import Run, running, without_small_parameters
 from .sites import ONE_SIDE
 from .stand_ins import StandIn, in_place, with_window
 from .table import MIN_CELLS, DependenceColumn, DependenceTable
@@ -160,7 +160,7 @@ class Measured:
     not_measured: str | None = None  # what could not be measured, and why; None if all was
 
 
-def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Measured:
+def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> Measured:
     """Find the convolutions that cannot be replaced, and what the outputs depend on.
 
     The network runs on random inputs, in eval mode and on its own device: on small images if it
@@ -244,7 +244,7 @@ def _dependence(
 
 
 def _first_run(
-    run: Run, convs: Mapping[str, Conv], inputs: Inputs, calls: Counter[str]
+    run: Run, convs: Mapping[str, Conv], inputs: InputSpec, calls: Counter[str]
 ) -> tuple[Arguments, list[Tensor]]:
     """Return arguments with which the network runs, and its outputs; count calls of convolutions.
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..running.arguments import Arguments
 from ..text import join_with_and
-from .inputs import Arguments
 from .laws import Law, find_pairs, is_settled, lost_axes
 from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 

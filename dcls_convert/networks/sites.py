@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..geometry import Direction, Grow, size_text
 from ..layers.conv_settings import ConvSettings
-from .input_tensors import Inputs
+from ..running.input_spec import InputSpec
 
 # Why a window must not grow to both sides in a network that looks to one side only.
 ONE_SIDE = (
@@ -111,7 +111,7 @@ class ModelConvs:
     skipped: tuple[Skipped, ...]
     params: int  # each parameter counted once
     macs: int | None  # for the inputs; None if the forward pass could not be traced
-    inputs: Inputs | None  # what forward takes; None if not known
+    inputs: InputSpec | None  # what forward takes; None if not known
     # (channels, *spatial) of one image; None if not known, or if the inputs are not one image.
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None, or what it lacks

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ModelError
-from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
+from ..file_checks import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from ..text import did_you_mean, one_line, shortened
 
 REGISTRIES = ("timm", "torchvision")

@@ -22,7 +22,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from .inputs import Arguments
+from ..running.arguments import Arguments
 
 MIN_CELLS = 4  # along an axis; fewer have no order
 # Relative to the largest output; rounding in a Fourier transform changes all outputs, by less.

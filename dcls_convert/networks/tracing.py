@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..layers.conv_classes import AnyConv
 from ..layers.conv_settings import dims_of
-from .input_tensors import Inputs
-from .inputs import random_arguments
+from ..running.arguments import random_arguments
+from ..running.compare_outputs import finite_share, tensors_in
+from ..running.input_spec import InputSpec
+from ..running.run import running
 from .macs import MacCounter
-from .model_outputs import finite_share, tensors_in
-from .running import running
 from .whole_networks import PICTURE_CHANNELS, paths_above
 
 # torchvision's detectors with all their convolutions in backbone and head.
@@ -103,7 +103,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
+def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
     """Run the model on its inputs.
 
     Args:

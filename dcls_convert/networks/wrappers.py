@@ -9,11 +9,11 @@ from torch import fx, nn
 
 from ..errors import ModelError, PlanError
 from ..layers.conv_classes import AnyConv
+from ..running.run import COMPILED
 from .sites import Skipped
 
 Part = TypeVar("Part")  # a module, a parameter or a buffer
 
-COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
 SHARDED = "FullyShardedDataParallel"
 PARALLEL = "DistributedDataParallel"
 # Classes of torch and timm that hold a network as their `module`.

@@ -5,9 +5,9 @@ from torch import nn
 from ..errors import PlanError, check_argument
 from ..layers.conv_classes import has_own_forward
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.model_state import unchanged_on_failure
-from ..networks.position_parameters import undo_exclusion_from_weight_decay_
+from ..layers.position_parameters import undo_exclusion_from_weight_decay_
 from ..networks.wrappers import inside_wrappers
+from ..running.model_state import unchanged_on_failure
 
 
 def fold_to_dense_(model: nn.Module) -> int:

@@ -14,9 +14,9 @@ from ..errors import PlanError
 from ..geometry import all_new_cells
 from ..layers.conv_classes import CONV_CLASSES, Conv, settings_of, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..networks.position_parameters import exclude_from_weight_decay_
-from ..networks.pretrained_cfg import set_pretrained_cfg_
+from ..layers.position_parameters import exclude_from_weight_decay_
 from ..networks.source import TIMM_ARCHITECTURE
+from ..networks.timm_notes import set_pretrained_cfg_
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 
@@ -170,7 +170,7 @@ def insert_layers_(
     """Put layers into the model.
 
     Besides the layers, the model keeps:
-    - names that `no_weight_decay` returns (`networks/position_parameters.py`);
+    - names that `no_weight_decay` returns (`layers/position_parameters.py`);
     - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`;
     - the plan's input size in `pretrained_cfg`, if there is one.
 

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import Direction, size_text
-from ..networks.input_tensors import Inputs, check_inputs, checked_input_size, image_inputs
 from ..networks.sites import Skipped
 from ..networks.source import ModelSource
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
+from ..running.input_spec import InputSpec, check_inputs, checked_input_size, image_inputs
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
-from .counts import PlanBudget, solve_counts
+from .kernel_counts import PlanBudget, solve_counts
 from .layer_plan import LayerPlan, check_layer, position_groups
 from .paths import matches_path, nearest_paths
 from .tie_groups import without_lone_ties
@@ -50,7 +50,7 @@ class ConversionPlan(Record):
     # Whether the layers are replaced by plain convolutions with their constructed kernels.
     folded: bool
     # What forward takes, if it is anything else than one image of normal values.
-    example_inputs: Inputs | None = None
+    example_inputs: InputSpec | None = None
     not_measured: str | None = None  # see `ModelConvs`
     notes: tuple[str, ...] = ()  # what users should know of the new layers
     # Windows that grow as rules say, although outputs then depend on what they must not.
@@ -172,7 +172,7 @@ class ConversionPlan(Record):
         return ModelSource(name=self.model, args=self.model_args)
 
     @property
-    def inputs(self) -> Inputs | None:
+    def inputs(self) -> InputSpec | None:
         """What forward takes; None if not known."""
         if self.example_inputs is None and self.input_size is not None:
             return image_inputs(self.input_size)

@@ -11,7 +11,6 @@ from typing import Any, Unpack
 from ..errors import NothingMatchesError, PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
-from ..networks.input_tensors import image_inputs
 from ..networks.sites import ONE_SIDE, ConvSite, GrowthLimit, ModelConvs, OldConv, Skipped
 from ..networks.source import ModelSource
 from ..options import (
@@ -22,9 +21,10 @@ from ..options import (
     INTERPOLATION_NAMES,
     parse_percent,
 )
+from ..running.input_spec import image_inputs
 from ..text import count_text, one_line, short_list
 from .claims import assign_rules, choose_rules, refuse_overridden_options
-from .counts import UNSOLVED, LayerCounts, solve_counts, with_known_counts
+from .kernel_counts import UNSOLVED, LayerCounts, solve_counts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
 from .plan_options import PlanArguments, PlanOptions

@@ -11,7 +11,7 @@ from yaml.constructor import ConstructorError
 from yaml.representer import RepresenterError
 
 from ..errors import RuleError
-from ..input import builtin_rules, read_bytes
+from ..file_checks import builtin_rules, read_bytes
 from ..options import AUTO
 from ..text import did_you_mean, one_line, printable, shortened
 from .rules import MAX_SHOWN_CHARACTERS, UNNAMED_RULES, Defaults, Match, Range, Rule, RuleSet

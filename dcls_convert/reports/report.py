@@ -14,12 +14,12 @@ from rich.text import Text
 from ..errors import check_argument
 from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
-from ..networks.input_tensors import inputs_text
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import adapter, write_json
+from ..running.input_spec import inputs_text
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, short_list, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text

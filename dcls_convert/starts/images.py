@@ -17,12 +17,12 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..input import check_images, image_paths
-from ..networks.input_tensors import inputs_text
-from ..networks.process_settings import suppress_output
+from ..file_checks import check_images, image_paths
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages
+from ..running.input_spec import inputs_text
+from ..running.process_settings import suppress_output
 from ..text import count_text, one_line, shortened
 
 # One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
@@ -61,7 +61,7 @@ class Calibration:
         return sum(map(len, self.batches))
 
 
-def calibrate(
+def read_calibration_images(
     model: nn.Module,
     plan: ConversionPlan,
     images: Images | Calibration,

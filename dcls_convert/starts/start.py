@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ..geometry import position_limits
 from ..layers.elements import Elements, first_cells, random_positions
-from ..networks.output_scale import has_norms, output_power
 from ..options import Init, Positions
 from ..placing.place import LayerGroup
 from ..planning.layer_plan import useful_limits
 from ..progress import Notify
 from .boxes import Box
-from .calibrate import CalibrationStatistics
+from .calibration import CalibrationStatistics
 from .fit import fit_elements
+from .output_scale import has_norms, output_power
 
 
 def start_randomly_(

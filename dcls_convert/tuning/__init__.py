@@ -10,7 +10,7 @@ the model.
 Source: arXiv:2112.03740, section 3 "Learning techniques".
 """
 
-from ..networks.position_parameters import clamp_positions_, no_weight_decay
+from ..layers.position_parameters import clamp_positions_, no_weight_decay
 from .delays import round_positions_, shrink_sigma_
 from .param_groups import param_groups
 from .repulsion import repulsive_loss

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import DclsConvertError, check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.interpolation import INTERPOLATIONS
-from ..networks.position_parameters import exclude_from_weight_decay_, position_parameters
+from ..layers.position_parameters import exclude_from_weight_decay_, position_parameters
 from ..networks.wrappers import inside_wrappers
 
 GAUSSIAN = "gaussian"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..networks.position_parameters import (
+from ..layers.position_parameters import (
     PositionParameter,
     describe_imprecise,
     position_parameters,

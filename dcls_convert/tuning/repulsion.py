@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..depthwise.eager import is_eager
 from ..errors import check_argument
+from ..layers.position_parameters import position_parameters
 from ..layers.ties import is_sharded
-from ..networks.position_parameters import position_parameters
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
 # Block size: 4 MiB in float32; a few tensors have this size. One kernel may have more.

@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from ..depthwise.devices import in_double
 from ..errors import CheckpointError, DclsConvertError, check_argument
+from ..file_checks import read_bytes
 from ..geometry import plain_numbers
-from ..input import read_bytes
-from ..layers.position_statistics import border_share
-from ..layers.ties import is_sharded
-from ..networks.position_parameters import (
+from ..layers.position_parameters import (
     PositionParameter,
     describe_imprecise,
     position_parameters,
 )
+from ..layers.position_statistics import border_share
+from ..layers.ties import is_sharded
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import STRICT, Record, adapter
 from ..text import one_line

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..input import check_file
-from ..networks.process_settings import ignored_warnings
+from ..file_checks import check_file
 from ..progress import Note, ignore_messages
 from ..records import read_json
+from ..running.process_settings import ignored_warnings
 from ..text import one_line, short_list, shortened
 from .find_file import INDEX, find_weights_file
 from .loading import describe_unusual

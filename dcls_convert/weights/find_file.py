@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file
+from ..file_checks import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file
 from ..text import short_list
 
 INDEX = ".index.json"  # last suffixes of the file that names the shards of a state dict

@@ -13,8 +13,8 @@ from dcls_convert.checkpoints.fingerprint import (
     take_fingerprint,
 )
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.input_tensors import image_inputs
 from dcls_convert.networks.source import ModelSource
+from dcls_convert.running.input_spec import image_inputs
 
 from ..model_state import state_of
 from .folders import IMAGE

@@ -17,7 +17,7 @@ from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
 from dcls_convert.export.fold import fold_checkpoint
-from dcls_convert.input import builtin_rules
+from dcls_convert.file_checks import builtin_rules
 
 from ..conftest import TINY
 from ..model_state import state_of

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 
-from dcls_convert import calibrate, find_convs, load_converted, plan_conversion
+from dcls_convert import find_convs, load_converted, plan_conversion, read_calibration_images
 from dcls_convert.weights.files import read_weights
 
 from ..command_line import run
@@ -52,7 +52,7 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained):
     old.load_state_dict(read_weights(trained / "weights.safetensors"))
     new = load_converted("out").eval()
     plan = plan_conversion(find_convs(old, (3, 32, 32)), dilated_size=5)
-    images = torch.cat(list(calibrate(old, plan, trained / "images").held_out))
+    images = torch.cat(list(read_calibration_images(old, plan, trained / "images").held_out))
     with torch.no_grad():
         before = old(images).double()
         after = new(images).double()

@@ -16,8 +16,8 @@ import dcls_convert
 from dcls_convert import convert_, find_convs, fold_to_dense_, plan_conversion
 from dcls_convert.errors import CheckpointError, NothingMatchesError
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.model_outputs import relative_error
 from dcls_convert.options import MIN_GROWTH
+from dcls_convert.running.compare_outputs import relative_error
 
 STEPS = 48
 RULES = {"format": 1, "rules": [{"match": {"kernel_size": {"min": 2}}}]}

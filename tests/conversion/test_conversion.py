@@ -21,9 +21,9 @@ from dcls_convert import (
     plan_conversion,
     save_converted,
 )
+from dcls_convert.conversion.before_and_after import stated_classes
 from dcls_convert.conversion.convert import carry_out
-from dcls_convert.conversion.load import load
-from dcls_convert.conversion.outputs import stated_classes
+from dcls_convert.conversion.open_network import load
 from dcls_convert.conversion.plan_network import check_stored_plan
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.planning.plan_options import PlanOptions

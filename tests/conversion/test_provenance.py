@@ -18,7 +18,7 @@ from dcls_convert.conversion.provenance import (
     provenance_lines,
     provenance_of,
 )
-from dcls_convert.networks.pretrained_cfg import ORIGIN_KEYS
+from dcls_convert.networks.timm_notes import ORIGIN_KEYS
 
 from ..command_line import run
 from ..conftest import TINY

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import fingerprint_deviation, take_fingerprint
-from dcls_convert.networks.input_tensors import image_inputs
+from dcls_convert.running.input_spec import image_inputs
 
 from ..starts.networks import INPUT_SIZE, network, smooth_noise
 

@@ -4,9 +4,9 @@ import onnxruntime
 import torch
 
 from dcls_convert import load_converted
-from dcls_convert.networks.input_tensors import image_inputs, with_batch
-from dcls_convert.networks.inputs import random_arguments
-from dcls_convert.networks.model_outputs import max_relative_error, tensors_in
+from dcls_convert.running.arguments import random_arguments
+from dcls_convert.running.compare_outputs import max_relative_error, tensors_in
+from dcls_convert.running.input_spec import image_inputs, with_batch
 
 from ..checkpoints.folders import IMAGE
 

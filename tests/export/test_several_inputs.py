@@ -6,8 +6,8 @@ import pytest
 from dcls_convert import convert_, save_converted
 from dcls_convert.checkpoints.folder import read_stamp
 from dcls_convert.export.fold import fold_checkpoint
-from dcls_convert.networks.input_tensors import with_batch
-from dcls_convert.networks.inputs import describe_inputs, random_arguments
+from dcls_convert.running.arguments import describe_inputs, random_arguments
+from dcls_convert.running.input_spec import with_batch
 
 from ..command_line import run
 from ..several_inputs import EXAMPLES, ThreeInputs

@@ -17,8 +17,8 @@ from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.running.compare_outputs import max_relative_error
 
 from ..checkpoints.folders import IMAGE, convert, outputs, save
 from ..conftest import TINY

@@ -8,7 +8,7 @@ import torch
 
 from dcls_convert import convert_, load_converted, save_converted, tuning
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.position_parameters import position_parameters
+from dcls_convert.layers.position_parameters import position_parameters
 
 IMAGE = (3, 32, 32)
 

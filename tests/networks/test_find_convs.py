@@ -9,10 +9,10 @@ from torch.nn.utils import parametrizations, prune
 
 from dcls_convert import plan_conversion
 from dcls_convert.errors import PlanError
-from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs, find_convs_for
 from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.torchvision_inputs import assumed_inputs
 from dcls_convert.reports.report import predict_report
 
 from ..model_state import state_of

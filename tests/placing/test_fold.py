@@ -21,9 +21,9 @@ from dcls_convert import (
 )
 from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.networks.position_parameters import clamp_positions_
+from dcls_convert.layers.position_parameters import clamp_positions_
 from dcls_convert.reports.report import predict_report
+from dcls_convert.running.compare_outputs import max_relative_error
 
 from ..conftest import TINY
 from ..model_state import state_of

@@ -10,12 +10,12 @@ from operator import getitem
 import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
-from dcls_convert.networks.input_tensors import InputTensor, image_inputs
 from dcls_convert.planning.plan import ConversionPlan
+from dcls_convert.running.input_spec import TensorSpec, image_inputs
 
 from .nets import Net, plan_of
 
-IDS = InputTensor(name="ids", shape=(1, 9), dtype="int64", range=(0, 4))
+IDS = TensorSpec(name="ids", shape=(1, 9), dtype="int64", range=(0, 4))
 ARGUMENTS = {"model": "timm:x", "model_args": {"size": (9, 14), "drop": 0.1, "act": None}}
 
 

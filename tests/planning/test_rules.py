@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
-from dcls_convert.input import builtin_rules
+from dcls_convert.file_checks import builtin_rules
 from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.sites import ConvSite
 from dcls_convert.planning.claims import choose_rules, match_rules

@@ -5,8 +5,8 @@ from collections import Counter
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.networks.running import running
 from dcls_convert.reports.report import predict_report
+from dcls_convert.running.run import running
 
 
 def measure_report(model, plan):

@@ -12,7 +12,7 @@ from dcls_convert import find_convs, plan_conversion, predict_report
 from dcls_convert.reports.outcome import Outcome, outcome_sentences
 from dcls_convert.reports.report import report_markdown, report_view
 
-from ..reports.predicted import predicted_report
+from .predicted import predicted_report
 
 
 def printed(report, *, verbose=0):

@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 from torch import nn
 from torchvision.transforms.functional import normalize, to_tensor
 
-from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
+from dcls_convert import DclsConvertError, find_convs, plan_conversion, read_calibration_images
 
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")
 SIZE = (3, 24, 32)
@@ -33,7 +33,7 @@ def model_and_plan():
 @pytest.fixture
 def read(model_and_plan):
     """Calibrate on a folder; images have values from 0 to 1."""
-    return functools.partial(calibrate, *model_and_plan, mean=0, std=1)
+    return functools.partial(read_calibration_images, *model_and_plan, mean=0, std=1)
 
 
 def image_of_colour(size, colour):
@@ -97,7 +97,7 @@ def test_files_go_through_timms_evaluation_transform_for_the_model(tmp_path, siz
     plan = plan_conversion(find_convs(model, size))
     image = Image.effect_noise((300, 200), 90)
     image.save(tmp_path / "a.png")
-    ((found,),) = calibrate(model, plan, tmp_path).batches
+    ((found,),) = read_calibration_images(model, plan, tmp_path).batches
     if size[0] == 3:
         image = image.convert("RGB")
     else:
@@ -113,12 +113,14 @@ def test_a_folder_needs_a_normalisation_if_the_model_states_none(model_and_plan,
     with pytest.raises(
         DclsConvertError, match="does not state how its images are normalised; give mean and std"
     ):
-        calibrate(*model_and_plan, tmp_path)
+        read_calibration_images(*model_and_plan, tmp_path)
     mean = (0.5, 0.25, 0)
-    (found,) = calibrate(*model_and_plan, tmp_path, mean=mean, std=0.2).batches
+    (found,) = read_calibration_images(*model_and_plan, tmp_path, mean=mean, std=0.2).batches
     torch.testing.assert_close(found[0], normalize(to_tensor(image), mean, (0.2, 0.2, 0.2)))
     resnet = torchvision.models.resnet18()
-    (found,) = calibrate(resnet, plan_conversion(find_convs(resnet, SIZE)), tmp_path).batches
+    (found,) = read_calibration_images(
+        resnet, plan_conversion(find_convs(resnet, SIZE)), tmp_path
+    ).batches
     expected = normalize(to_tensor(image), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.testing.assert_close(found[0], expected)
 
@@ -188,8 +190,10 @@ def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_
     images = torch.rand(3, *SIZE)
     loader = [(images, torch.zeros(3))]
     for form in (images, [images], list(images), loader, [[image, 0] for image in images]):
-        assert torch.equal(torch.cat(calibrate(*model_and_plan, form).batches), images)
-    assert len(calibrate(*model_and_plan, images[0])) == 1
+        assert torch.equal(
+            torch.cat(read_calibration_images(*model_and_plan, form).batches), images
+        )
+    assert len(read_calibration_images(*model_and_plan, images[0])) == 1
 
 
 def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_plan):
@@ -197,7 +201,7 @@ def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_pla
     numbers = torch.arange(sum(sizes), dtype=torch.float32)
     images = numbers.view(-1, 1, 1, 1).repeat(1, *SIZE)
     images[..., -1] = -1
-    calibration = calibrate(*model_and_plan, images.split(sizes))
+    calibration = read_calibration_images(*model_and_plan, images.split(sizes))
     assert shades(calibration.held_out) == numbers[4::5].tolist()
     assert sorted(shades((*calibration.batches, *calibration.held_out))) == numbers.tolist()
 
@@ -207,12 +211,12 @@ def test_held_out_images_may_be_given(model_and_plan, read, tmp_path):
     others = torch.rand(2, *SIZE)
     from_folder = read(tmp_path, held_out=others)
     assert (len(from_folder), from_folder.files_held_out) == (6, 0)
-    from_tensor = calibrate(*model_and_plan, torch.rand(6, *SIZE), held_out=others)
+    from_tensor = read_calibration_images(*model_and_plan, torch.rand(6, *SIZE), held_out=others)
     for calibration in (from_folder, from_tensor):
         assert torch.equal(torch.cat(calibration.held_out), others)
     assert not read(tmp_path, held_out=()).held_out
     with pytest.raises(DclsConvertError, match="a Calibration, which has its own"):
-        calibrate(*model_and_plan, from_folder, held_out=others)
+        read_calibration_images(*model_and_plan, from_folder, held_out=others)
 
 
 def test_held_out_images_that_layers_are_fitted_to_are_refused(model_and_plan, read, tmp_path):
@@ -222,8 +226,8 @@ def test_held_out_images_that_layers_are_fitted_to_are_refused(model_and_plan, r
         read(tmp_path / "all", held_out=tmp_path / "first")
     images = torch.rand(6, *SIZE)
     with pytest.raises(DclsConvertError, match="held_out repeats 1 image that"):
-        calibrate(*model_and_plan, images[:4], held_out=images[3:])
-    assert len(calibrate(*model_and_plan, images[:3], held_out=images[3:])) == 3
+        read_calibration_images(*model_and_plan, images[:4], held_out=images[3:])
+    assert len(read_calibration_images(*model_and_plan, images[:3], held_out=images[3:])) == 3
 
 
 # Images that are refused.
@@ -241,9 +245,9 @@ def test_held_out_images_that_layers_are_fitted_to_are_refused(model_and_plan, r
 def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, options, says):
     write_images(tmp_path, 1)
     with pytest.raises(DclsConvertError, match=says):
-        calibrate(*model_and_plan, tmp_path, **options)
+        read_calibration_images(*model_and_plan, tmp_path, **options)
     with pytest.raises(DclsConvertError, match="not for tensors"):
-        calibrate(*model_and_plan, torch.rand(1, 3, 8, 8), **options)
+        read_calibration_images(*model_and_plan, torch.rand(1, 3, 8, 8), **options)
 
 
 FORM = "give float images (N, 3, rows, columns), normalised as the model takes them"
@@ -271,4 +275,4 @@ def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images
         images = tmp_path / images
         options = {"mean": 0, "std": 1}
     with pytest.raises(DclsConvertError, match=re.escape(says)):
-        calibrate(model, replace(plan, input_size=size), images, **options)
+        read_calibration_images(model, replace(plan, input_size=size), images, **options)

@@ -13,7 +13,7 @@ from dcls_convert.progress import ignore_messages
 from dcls_convert.starts import moments as moments_module
 from dcls_convert.starts import solve
 from dcls_convert.starts.boxes import Box
-from dcls_convert.starts.calibrate import _solve_weights_, measure_inputs
+from dcls_convert.starts.calibration import _solve_weights_, measure_inputs
 from dcls_convert.starts.fit import roots_of_lines
 from dcls_convert.starts.images import Calibration
 from dcls_convert.starts.moments import InputMoments

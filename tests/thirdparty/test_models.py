@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted, tuning
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.networks.running import running
+from dcls_convert.running.compare_outputs import max_relative_error
+from dcls_convert.running.run import running
 
 from ..command_line import run
-from . import models
+from ..thirdparty import models
 
 pytestmark = pytest.mark.thirdparty
 

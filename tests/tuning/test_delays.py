@@ -9,7 +9,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.networks.model_outputs import relative_error
+from dcls_convert.running.compare_outputs import relative_error
 
 WINDOW = 25
 RULES = {

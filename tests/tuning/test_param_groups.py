@@ -19,7 +19,7 @@ from torch.optim.swa_utils import SWALR
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.position_parameters import position_parameters
+from dcls_convert.layers.position_parameters import position_parameters
 from dcls_convert.networks.wrappers import inside_wrappers
 
 from ..conftest import TINY

@@ -9,8 +9,8 @@ from torch import nn
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.layers.position_parameters import position_parameters
 from dcls_convert.layers.position_statistics import border_share
-from dcls_convert.networks.position_parameters import position_parameters
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
 from dcls_convert.conversion.convert import carry_out
-from dcls_convert.conversion.load import build_network, load
+from dcls_convert.conversion.open_network import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.progress import ignore_messages

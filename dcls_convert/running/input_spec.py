@@ -18,7 +18,7 @@ AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InputTensor:
+class TensorSpec:
     """One tensor that forward takes. Random values of this kind can be made again."""
 
     name: str | None = None  # of its keyword argument; None if it is passed by position
@@ -29,15 +29,15 @@ class InputTensor:
     range: tuple[int, int] | tuple[float, float] | None = None
 
 
-Inputs = tuple[InputTensor, ...]  # all tensors that forward takes
+InputSpec = tuple[TensorSpec, ...]  # all tensors that forward takes
 
 
-def image_inputs(input_size: Sequence[int], batch: int = 1) -> Inputs:
+def image_inputs(input_size: Sequence[int], batch: int = 1) -> InputSpec:
     """Return the inputs of a network that takes images (channels, *spatial)."""
-    return (InputTensor(shape=(batch, *input_size)),)
+    return (TensorSpec(shape=(batch, *input_size)),)
 
 
-def one_image(inputs: Inputs, dims: Container[int]) -> Inputs:
+def one_image(inputs: InputSpec, dims: Container[int]) -> InputSpec:
     """Return inputs for one image, if they are a batch of images of so many sides.
 
     The model's own dtype is that of its images.
@@ -47,21 +47,21 @@ def one_image(inputs: Inputs, dims: Container[int]) -> Inputs:
     return (replace(inputs[0], shape=(1, *inputs[0].shape[1:]), dtype=FLOAT32),)
 
 
-def as_image_size(inputs: Inputs | None, dims: Container[int]) -> tuple[int, ...] | None:
+def as_image_size(inputs: InputSpec | None, dims: Container[int]) -> tuple[int, ...] | None:
     """Return (channels, *spatial) if the only input is one image of so many sides."""
     if inputs is None or not _are_images(inputs, dims) or inputs[0].shape[0] != 1:
         return None
     return inputs[0].shape[1:]
 
 
-def _are_images(inputs: Inputs, dims: Container[int]) -> bool:
+def _are_images(inputs: InputSpec, dims: Container[int]) -> bool:
     """True if the only input is a batch of images, by position."""
     tensor = inputs[0]
     is_image = tensor.name is None and tensor.dtype in FLOATS and len(tensor.shape) - 2 in dims
     return len(inputs) == 1 and is_image
 
 
-def in_unit_range(inputs: Inputs) -> Inputs:
+def in_unit_range(inputs: InputSpec) -> InputSpec:
     """Return the inputs with values from 0 to 1 for floats whose range is not stated."""
     found = []
     for tensor in inputs:
@@ -87,7 +87,7 @@ def checked_input_size(given: object) -> tuple[int, ...]:
     )
 
 
-def check_inputs(inputs: Inputs) -> None:
+def check_inputs(inputs: InputSpec) -> None:
     """Raise PlanError for example inputs that cannot be made."""
     names = [tensor.name for tensor in inputs if tensor.name is not None]
     if not inputs or len(set(names)) < len(names):
@@ -103,7 +103,7 @@ def check_inputs(inputs: Inputs) -> None:
             raise PlanError(f"{where}: impossible range {shortened(str(tensor.range))}")
 
 
-def inputs_text(inputs: Inputs) -> str:
+def inputs_text(inputs: InputSpec) -> str:
     """Format inputs for messages: "x 1x3x16x16, ids 1x9 int64"."""
     texts = []
     for tensor in inputs:
@@ -114,20 +114,20 @@ def inputs_text(inputs: Inputs) -> str:
     return ", ".join(texts)
 
 
-def have_batch_axis(inputs: Inputs) -> bool:
+def have_batch_axis(inputs: InputSpec) -> bool:
     """True if the first axes of all inputs have the same length."""
     first_axes = {tensor.shape[:1] for tensor in inputs}
     return len(first_axes) == 1 and () not in first_axes
 
 
-def with_batch(inputs: Inputs, batch: int) -> Inputs:
+def with_batch(inputs: InputSpec, batch: int) -> InputSpec:
     """Return inputs for a batch of another size; the same if they have no batch axis."""
     if not have_batch_axis(inputs):
         return inputs
     return tuple(replace(tensor, shape=(batch, *tensor.shape[1:])) for tensor in inputs)
 
 
-def sides_of_image(inputs: Inputs, dims: int) -> tuple[int, ...] | None:
+def sides_of_image(inputs: InputSpec, dims: int) -> tuple[int, ...] | None:
     """Return the sides of the first input that has this many, or None if none has."""
     for tensor in inputs:
         if len(tensor.shape) == dims + 2:
@@ -135,12 +135,12 @@ def sides_of_image(inputs: Inputs, dims: int) -> tuple[int, ...] | None:
     return None
 
 
-def pixel_count(inputs: Inputs) -> int:
+def pixel_count(inputs: InputSpec) -> int:
     """Return the pixels or voxels of the largest input, or its elements if it is no image."""
     return max(math.prod(tensor.shape[2:] or tensor.shape) for tensor in inputs)
 
 
-def smaller_inputs(inputs: Inputs) -> Inputs:
+def smaller_inputs(inputs: InputSpec) -> InputSpec:
     """Return the inputs, with the sides of large images reduced."""
     dims = max(len(tensor.shape[2:]) for tensor in inputs)
     factor = 1

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.input_tensors import image_inputs
 from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.torchvision_inputs import assumed_inputs
+from dcls_convert.running.input_spec import image_inputs
 
 
 @pytest.mark.parametrize(

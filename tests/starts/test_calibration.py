@@ -10,7 +10,7 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, convert_
 from dcls_convert.checkpoints.folder import tensors_hash
-from dcls_convert.starts import calibrate as calibrate_module
+from dcls_convert.starts import calibration as calibration_module
 from dcls_convert.starts.images import Calibration
 
 from ..model_state import state_of
@@ -20,8 +20,8 @@ from .networks import INPUT_SIZE, network, output_error, smooth_noise
 def test_layers_that_are_measured_in_parts_get_the_same_weights(monkeypatch):
     """Joint moments of dense convolutions take memory, so some layers are measured at a time."""
     states = []
-    for max_floats in (calibrate_module.MAX_FLOATS, 1):
-        monkeypatch.setattr(calibrate_module, "MAX_FLOATS", max_floats)
+    for max_floats in (calibration_module.MAX_FLOATS, 1):
+        monkeypatch.setattr(calibration_module, "MAX_FLOATS", max_floats)
         model = with_convs(nn.Conv2d, network())
         options = {"init": "fit", "rules": "conv3x3", "tie": "none", "input_size": INPUT_SIZE}
         convert_(model, dilated_size=7, calibration=[smooth_noise()], **options)

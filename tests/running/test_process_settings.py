@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 import torch
 
-from dcls_convert.networks.process_settings import (
+from dcls_convert.running.process_settings import (
     CPU_FP32_BACKENDS,
     CUDA_FP32_BACKENDS,
     full_precision,

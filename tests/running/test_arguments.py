@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcls_convert import DclsConvertError, convert_, find_convs, sweep
-from dcls_convert.networks.inputs import describe_inputs, random_arguments
+from dcls_convert.running.arguments import describe_inputs, random_arguments
 
 from ..several_inputs import EXAMPLES, IMAGE, MASK, OneImage, Signal, ThreeInputs, TwoImages
 

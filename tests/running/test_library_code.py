@@ -6,7 +6,7 @@ No layer that users get is used by other code, or lets outputs look to a new sid
 import pytest
 
 from dcls_convert import plan_conversion
-from dcls_convert.conversion.load import load
+from dcls_convert.conversion.open_network import load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.building import build_model

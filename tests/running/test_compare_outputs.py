@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from dcls_convert.networks.model_outputs import (
+from dcls_convert.running.compare_outputs import (
     Agreement,
     ComparisonError,
     compare_outputs,

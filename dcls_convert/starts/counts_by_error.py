@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..geometry import ceil_div
-from ..networks.process_settings import full_precision
 from ..options import ERROR_SCOPE
 from ..placing.place import LayerGroup, make_layers
-from ..planning.counts import LayerCounts
+from ..planning.kernel_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
+from ..running.process_settings import full_precision
 from .boxes import Box
-from .calibrate import CalibrationStatistics, measure_inputs
+from .calibration import CalibrationStatistics, measure_inputs
 from .fit import lines_of, roots_of_lines
 from .images import Calibration
 from .positions import errors_by_count

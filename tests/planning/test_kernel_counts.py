@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcls_convert.errors import PlanError
 from dcls_convert.options import parse_percent
-from dcls_convert.planning.counts import solve_counts
+from dcls_convert.planning.kernel_counts import solve_counts
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples

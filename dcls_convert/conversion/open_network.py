@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..errors import CheckpointError
-from ..networks.assumed_inputs import assumed_inputs
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
-from ..networks.library_code import is_library_code
-from ..networks.pretrained_cfg import replace_stated_cfg_, stated_source
 from ..networks.sites import ModelConvs
 from ..networks.source import (
     LIBRARY_KINDS,
@@ -20,7 +17,10 @@ from ..networks.source import (
     check_source,
     resolve_model,
 )
+from ..networks.timm_notes import replace_stated_cfg_, stated_source
+from ..networks.torchvision_inputs import assumed_inputs
 from ..progress import Note, Notify, ignore_messages
+from ..running.library_code import is_library_code
 from ..text import short_list
 from ..weights.files import read_weights
 from ..weights.loading import (

@@ -27,8 +27,8 @@ from ..errors import is_out_of_memory
 from .library_code import is_library_code
 from .model_state import containers_of, copy_tensors_, image_dtype, refill_
 from .process_settings import full_precision, seeded, suppress_output
-from .wrappers import COMPILED
 
+COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
 SMALL = 1e-2  # a parameter of smaller values counts as (nearly) zero
 
 

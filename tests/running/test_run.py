@@ -7,7 +7,7 @@ from torch import nn
 
 from dcls_convert import convert_, find_convs, fold_to_dense_, save_converted, verify_folder
 from dcls_convert.networks.measure import measure
-from dcls_convert.networks.running import running
+from dcls_convert.running.run import running
 
 from ..model_state import state_of
 

@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import nn
 
-from .input_tensors import Inputs, InputTensor, image_inputs
+from ..running.input_spec import InputSpec, TensorSpec, image_inputs
 from .source import ModelSource, import_library
 
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames per clip of torchvision's video models
 
 
-def assumed_inputs(source: ModelSource, model: nn.Module) -> Inputs | None:
+def assumed_inputs(source: ModelSource, model: nn.Module) -> InputSpec | None:
     """Return the inputs of a model of torchvision; None for any other.
 
     timm's models state theirs. For a network of the user's own, the user states them.
@@ -21,13 +21,13 @@ def assumed_inputs(source: ModelSource, model: nn.Module) -> Inputs | None:
     return None
 
 
-def _torchvision_inputs(name: str, model: nn.Module) -> Inputs:
+def _torchvision_inputs(name: str, model: nn.Module) -> InputSpec:
     """Return images of the size that torchvision's transforms produce for this model."""
     models = import_library("torchvision.models")
     module_name = models.get_model_builder(name).__module__
     family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]
     if family == "optical_flow":  # from one image to the next
-        image = InputTensor(shape=(1, *USUAL_INPUT_SIZE))
+        image = TensorSpec(shape=(1, *USUAL_INPUT_SIZE))
         return (image, image)
     return image_inputs(_torchvision_input_size(models, family, name, model))
 

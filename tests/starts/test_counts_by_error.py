@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert import convert_
-from dcls_convert.starts import counts as counts_module
-from dcls_convert.starts.counts import MAX_CHANNEL_PAIRS, sample_channels, solve_knapsack
+from dcls_convert.starts import counts_by_error as counts_module
+from dcls_convert.starts.counts_by_error import MAX_CHANNEL_PAIRS, sample_channels, solve_knapsack
 from dcls_convert.starts.fit import roots_of_lines
 
 from ..conftest import many_examples

@@ -7,8 +7,8 @@ import timm
 
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.building import build_model, shapes_of
-from dcls_convert.networks.pretrained_cfg import stated_source
 from dcls_convert.networks.source import ModelSource, resolve_model
+from dcls_convert.networks.timm_notes import stated_source
 
 from ..conftest import TINY
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..networks.input_tensors import pixel_count, with_batch
-from ..networks.inputs import random_arguments
-from ..networks.model_outputs import Agreement, compare_outputs
-from ..networks.running import running
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
 from ..reports.report import ConversionReport
+from ..running.arguments import random_arguments
+from ..running.compare_outputs import Agreement, compare_outputs
+from ..running.input_spec import pixel_count, with_batch
+from ..running.run import running
 from ..starts.images import Calibration
 from ..weights.loading import classifier_prefixes
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..text import shortened
-from .input_tensors import MAX_INTEGER, Inputs, InputTensor, check_inputs
+from .input_spec import MAX_INTEGER, InputSpec, TensorSpec, check_inputs
 
 # One tensor, several by position, or tensors by the names of forward's parameters.
 ExampleInputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -33,7 +33,7 @@ class Arguments:
         return Arguments(tuple(tensors[: len(self.args)]), kwargs)
 
 
-def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
+def describe_inputs(example_inputs: ExampleInputs) -> InputSpec:
     """Return what describes a user's example inputs.
 
     Raises:
@@ -58,10 +58,10 @@ def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
     return inputs
 
 
-def _described(name: str | None, tensor: object) -> InputTensor:
+def _described(name: str | None, tensor: object) -> TensorSpec:
     assert isinstance(tensor, Tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=_range(tensor))
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, range=_range(tensor))
 
 
 def _range(tensor: Tensor) -> tuple[int, int] | tuple[float, float] | None:
@@ -78,7 +78,7 @@ def _range(tensor: Tensor) -> tuple[int, int] | tuple[float, float] | None:
 
 
 def random_arguments(
-    inputs: Inputs, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+    inputs: InputSpec, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
 ) -> Arguments:
     """Return tensors of random values on the CPU, always the same for a seed.
 
@@ -102,7 +102,7 @@ def random_arguments(
     return Arguments(tuple(args), kwargs)
 
 
-def _random_values(tensor: InputTensor, generator: torch.Generator) -> Tensor:
+def _random_values(tensor: TensorSpec, generator: torch.Generator) -> Tensor:
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     shape = tensor.shape
     if dtype.is_floating_point and tensor.range is not None:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.process_settings import full_precision
-from ..networks.running import Run, running
 from ..placing.place import LayerGroup
 from ..progress import Notify
+from ..running.process_settings import full_precision
+from ..running.run import Run, running
 from ..text import one_line
 from .boxes import Box
 from .images import Calibration
