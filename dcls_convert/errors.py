@@ -11,6 +11,7 @@ GIVE = {
     "Module": "a torch.nn.Module, such as timm.create_model(...) or load_converted(folder)",
     "Optimizer": "a torch.optim.Optimizer",
     "ConversionPlan": "a ConversionPlan, such as plan_conversion(...) or report.plan",
+    "DraftPlan": "a ConversionPlan, such as plan_conversion(...) or report.plan",
     "ModelConvs": "a ModelConvs, such as find_convs(...)",
 }
 

@@ -41,6 +41,12 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+def as_json(record: Any) -> dict[str, Any]:
+    """Return a record as plain values, as in its JSON."""
+    kind: Any = type(record)
+    return dict(adapter(kind).dump_python(record, mode="json"))
+
+
 class Record:
     """A dataclass that can be written as JSON.
 
@@ -52,7 +58,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, as in its JSON."""
-        return dict(adapter(type(self)).dump_python(self, mode="json"))  # type: ignore[arg-type]
+        return as_json(self)
 
     def to_json(self) -> str:
         """Return the record as JSON text; raise CheckpointError if a number is not finite."""

@@ -61,7 +61,7 @@ def model_card(
         package = "dcls-convert, as its README says"
     title = "with learnable element positions"
     folding = ""
-    if report.folded:
+    if report.plan.folded:
         title = "folded from learnable element positions"
         folding = FOLDED
     picture = ""

@@ -101,7 +101,10 @@ def save_converted(
     notes: list[str] = []
     with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
         partial.mkdir()
-        write_texts(partial, name, model, plan, report=report, picture=picture)
+        written = ConversionReport(plan=plan)
+        if report is not None and report.plan == plan:
+            written = ConversionReport(plan=plan, outcome=report.outcome)
+        write_texts(partial, name, model, written, picture=picture)
         write_weights(partial, state, fingerprint)
         if plan.source is None or not plan.source.is_from_registry:
             notes += describe_hooks(model, plan)
@@ -111,7 +114,7 @@ def save_converted(
             comparison = compare_with_folder(model, partial, fingerprint)
             if comparison.difference is not None:
                 own = plan_without_source(model, plan)
-                write_texts(partial, name, model, own, report=report, picture=picture)
+                write_texts(partial, name, model, ConversionReport(plan=own), picture=picture)
             notes += _notes_of_comparison(plan, comparison)
     for note in notes:
         warnings.warn(note, stacklevel=2)
@@ -120,7 +123,6 @@ def save_converted(
 
 def save_just_converted(
     model: nn.Module,
-    plan: ConversionPlan,
     folder: Path,
     *,
     report: ConversionReport,
@@ -129,16 +131,17 @@ def save_just_converted(
 ) -> None:
     """Write a model right after its conversion, when it cannot have been edited.
 
-    The arguments are those of `save_converted`. The folder is not loaded back.
+    The arguments are those of `save_converted`; the report has the plan. The folder is not loaded
+    back.
 
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.
     """
     state = clamped_state_(model)
-    fingerprint = take_fingerprint(model, plan.inputs)
+    fingerprint = take_fingerprint(model, report.plan.inputs)
     with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
         partial.mkdir()
-        write_texts(partial, folder.resolve().name, model, plan, report=report, picture=picture)
+        write_texts(partial, folder.resolve().name, model, report, picture=picture)
         write_weights(partial, state, fingerprint)
 
 

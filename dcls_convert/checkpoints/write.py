@@ -114,9 +114,8 @@ def write_texts(
     folder: Path,
     name: str,
     model: nn.Module,
-    plan: ConversionPlan,
+    report: ConversionReport,
     *,
-    report: ConversionReport | None = None,
     picture: bytes | None = None,
 ) -> None:
     """Write config.json, report.json, the model card, and the picture.
@@ -125,24 +124,22 @@ def write_texts(
         folder: The folder.
         name: The folder's final name.
         model: The converted model, which knows how it was converted.
-        plan: The plan by which the folder is loaded.
-        report: If it is of this plan, its outcome is taken over.
+        report: Of the plan by which the folder is loaded.
         picture: A PNG to add; the model card shows it.
     """
     provenance = provenance_of(model)
+    plan = report.plan
     write_config(folder, timm_config(model, plan), provenance)
-    written = ConversionReport(plan=plan, output=".")  # the folder can be moved
-    if report is not None and report.plan == plan:
-        written = replace(written, outcome=report.outcome)
+    report = replace(report, output=".")  # the folder can be moved
     card = model_card(
-        written,
+        report,
         loading_code(plan.model),
         f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs.",
         folder=name,
         with_picture=picture is not None,
         provenance=provenance,
     )
-    _write_text(folder / REPORT, written.to_json())
+    _write_text(folder / REPORT, report.to_json())
     _write_text(folder / CARD, card)
     if picture is not None:
         (folder / PICTURE).write_bytes(picture)

@@ -16,14 +16,15 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..conversion.open_network import load
-from ..conversion.plan_network import plan_network
-from ..conversion.request import ConversionRequest
+from ..conversion.open_network import find_convs_of, open_network
+from ..conversion.plan_network import draft_for
+from ..conversion.request import NetworkRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
 from ..networks.sites import count_conv_kinds
 from ..networks.source import registry_names
 from ..planning.claims import NOT_MATCHED
+from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import Notify, ignore_messages
 from ..records import adapter, write_json
@@ -85,7 +86,8 @@ def names_matching(pattern: str) -> list[str]:
 
 def survey(
     names: Sequence[str],
-    request: ConversionRequest,
+    planning: PlanOptions,
+    input_size: Sequence[int] | None = None,
     *,
     workers: int | None = None,
     notify: Notify = ignore_messages,
@@ -94,7 +96,8 @@ def survey(
 
     Args:
         names: Names in the registries.
-        request: What to do with each of them; its model is ignored.
+        planning: What to plan for each of them.
+        input_size: (channels, *spatial); None for the size that each model states.
         workers: Number of processes; None for one per thread of torch, or fewer for few models.
         notify: Called with the name of each planned model.
 
@@ -106,7 +109,7 @@ def survey(
         mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
         initializer=_set_up_worker,
     )
-    plan = functools.partial(model_row, request=request)
+    plan = functools.partial(model_row, planning=planning, input_size=input_size)
     rows: list[ModelRow] = []
     try:
         for row in pool.map(plan, names):
@@ -133,12 +136,17 @@ def _set_up_worker() -> None:
     os.dup2(null_device, 2)
 
 
-def model_row(name: str, request: ConversionRequest) -> ModelRow:
+def model_row(
+    name: str, planning: PlanOptions, input_size: Sequence[int] | None = None
+) -> ModelRow:
     """Plan one model without its weights. If its code raises, the row says what."""
     row = ModelRow(name=name, status="planned")
     try:
-        loaded = load(replace(request, model=name))
-        convs = loaded.convs
+        request = NetworkRequest(model=name, input_size=input_size)
+        network, _ = open_network(
+            request, offline=True, notify=ignore_messages, note=ignore_messages
+        )
+        convs = find_convs_of(network, request)
         row = replace(
             row,
             convolutions=dict(count_conv_kinds(convs).most_common()),
@@ -146,7 +154,7 @@ def model_row(name: str, request: ConversionRequest) -> ModelRow:
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
         )
-        plan = plan_network(loaded, request.options)
+        plan = draft_for(request, planning, convs, network.source).with_counts()
     except NothingMatchesError as error:
         return replace(row, status="nothing matches", reason=str(error))
     except ModelError as error:
@@ -202,18 +210,23 @@ def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     return Group(table, Text(), Text(f"{count_text(len(rows), 'model')}: {summary}", style="bold"))
 
 
-def survey_json(rows: Sequence[ModelRow], request: ConversionRequest, pattern: str) -> str:
+def survey_json(
+    rows: Sequence[ModelRow],
+    planning: PlanOptions,
+    input_size: Sequence[int] | None,
+    pattern: str,
+) -> str:
     """Return one JSON object with the keys format, options, models and summary."""
-    options = asdict(request.options)
-    if isinstance(request.options.rules, RuleSet):
-        options["rules"] = request.options.rules.source
+    options = asdict(planning)
+    if isinstance(planning.rules, RuleSet):
+        options["rules"] = planning.rules.source
     summary = {"models": len(rows)}
     for status, count in _status_counts(rows).items():
         summary[status.replace(" ", "_")] = count
     return write_json(
         {
             "format": 1,
-            "options": {"pattern": pattern, **options, "input_size": request.input_size},
+            "options": {"pattern": pattern, **options, "input_size": input_size},
             "models": adapter(list[ModelRow]).dump_python(list(rows), mode="json"),
             "summary": summary,
         }

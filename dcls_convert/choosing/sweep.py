@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from ..conversion.open_network import LoadedNetwork, load
-from ..conversion.plan_network import cautions, plan_network
-from ..conversion.request import ConversionRequest
+from ..conversion.open_network import find_convs_of, open_network
+from ..conversion.plan_network import cautions, draft_for
+from ..conversion.request import NetworkRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import plain_numbers, size_text
 from ..options import (
@@ -34,6 +34,7 @@ from ..reports.report import predict_report
 from ..running.arguments import ExampleInputs
 from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
+from ..weights.loading import check_weights
 
 RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
 CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
@@ -165,18 +166,15 @@ def sweep(
         if isinstance(values, str | int | float):
             raise PlanError(f"{name}={values!r} must be a list, such as [{values!r}]")
     check_argument("model", model, nn.Module)
-    request = ConversionRequest(
-        model=model,
-        options=PlanOptions(rules=rules, tie=tie, interpolation=interpolation, strict=strict),
-        input_size=input_size,
-        example_inputs=example_inputs,
-    )
+    network = NetworkRequest(model=model, input_size=input_size, example_inputs=example_inputs)
+    options = PlanOptions(rules=rules, tie=tie, interpolation=interpolation, strict=strict)
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        return make_sweep(request, sizes, counts, budgets, notify=notify)
+        return make_sweep(network, options, sizes, counts, budgets, notify=notify)
 
 
 def make_sweep(
-    request: ConversionRequest,
+    request: NetworkRequest,
+    options: PlanOptions,
     sizes: Sequence[RequestedSize] | None,
     counts: Sequence[int] | None,
     budgets: Sequence[float] | None,
@@ -188,7 +186,8 @@ def make_sweep(
     """Plan every size with every count, or with every budget, and recommend the size of "auto".
 
     Args:
-        request: The network, with the options that are the same for all combinations.
+        request: The network.
+        options: What is the same for all combinations.
         sizes: Windows; none for those to try by default.
         counts: Elements per kernel; None for as many as the budget allows.
         budgets: Percentages of the replaced weights, instead of counts.
@@ -202,13 +201,24 @@ def make_sweep(
     """
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
-    loaded = load(request, notify=notify, note=note)
-    if loaded.authors_weights is not None:
+    if request.checkpoint_key is not None and request.weights is None:
+        note("the checkpoint key has no effect without a checkpoint")
+    network, weights = open_network(request, offline=True, notify=notify, note=note)
+    if weights is not None and weights.elements:
         raise CheckpointError(
-            f"{loaded.authors_weights.where}: has elements of its own, "
-            "so there is nothing to compare"
+            f"{weights.where}: has elements of its own, so there is nothing to compare"
         )
-    auto_plan = plan_network(loaded, request.options)
+    notify("finding convolutions")
+    convs = find_convs_of(network, request)
+
+    def make_plan(options: PlanOptions) -> ConversionPlan:
+        return draft_for(request, options, convs, network.source).with_counts()
+
+    auto_plan = make_plan(options)
+    if weights is not None:
+        check_weights(
+            network.structure, weights.entries, weights.where, optional=weights.new_classifier
+        )
     for caution in cautions(auto_plan):
         note(caution)
     rows = [SweepRow(asked=None, status="original", params=auto_plan.params, macs=auto_plan.macs)]
@@ -217,12 +227,9 @@ def make_sweep(
     for number, (size, count, budget) in enumerate(combinations, 1):
         notify(f"planning {number} of {len(combinations)}")
         asked = Combination(size=size, kernel_count=count, budget=budget)
-        rows.append(_row(loaded, asked, command(asked)))
-    name = type(request.model).__name__
-    if loaded.source is not None:
-        name = loaded.source.name
+        rows.append(_row(make_plan, options, asked, command(asked)))
     return Sweep(
-        model=name,
+        model=network.name,
         input_size=auto_plan.input_size,
         macs_note=auto_plan.macs_note,
         rows=tuple(rows),
@@ -245,7 +252,12 @@ def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
     return [f"+{MIN_GROWTH + 2 * index}" for index in range(CANDIDATE_COUNT)]
 
 
-def _row(loaded: LoadedNetwork, asked: Combination, command: str | None) -> SweepRow:
+def _row(
+    make_plan: Callable[[PlanOptions], ConversionPlan],
+    options: PlanOptions,
+    asked: Combination,
+    command: str | None,
+) -> SweepRow:
     """Plan a combination, and return its row."""
     changes: dict[str, Any] = {"dilated_size": asked.size}
     if asked.kernel_count is not None:
@@ -253,8 +265,7 @@ def _row(loaded: LoadedNetwork, asked: Combination, command: str | None) -> Swee
     if asked.budget is not None:
         changes["budget"] = asked.budget
     try:
-        options = replace(loaded.request.options, **changes)
-        plan = plan_network(loaded, options)
+        plan = make_plan(replace(options, **changes))
     except PlanError as error:
         return SweepRow(asked=asked, status="does not fit", reason=str(error), command=command)
     report = predict_report(plan)

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cli import console, options
-from ..conversion.request import ConversionRequest
+from ..conversion.request import ELEMENTS, ConversionRequest, NetworkRequest, StartRequest
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
 from ..output import check_figure_library, check_output_path
 from ..planning.plan_options import PlanOptions
 from ..text import printable
+from .parsing import parse_keywords
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
     from ..conversion.convert import Conversion
+    from ..planning.plan import DraftPlan
 
 PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for one request
 
@@ -100,10 +102,40 @@ def convert(
     quiet: options.Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    # Parameters that are not named below are fields of one of the two records.
     request = ConversionRequest(
-        **options.values_for(ConversionRequest, context),
-        options=PlanOptions(**options.values_for(PlanOptions, context)),
+        network=NetworkRequest(
+            model=model,
+            pretrained=pretrained,
+            weights=weights,
+            checkpoint_key=checkpoint_key,
+            num_classes=num_classes,
+            in_chans=in_chans,
+            model_kwargs=parse_keywords(model_kwargs),
+            input_size=input_size,
+            seed=seed,
+            device=device,
+        ),
+        options=PlanOptions(
+            dilated_size=dilated_size,
+            kernel_count=kernel_count,
+            rules=rules,
+            scope=scope,
+            tie=tie,
+            budget=budget,
+            interpolation=interpolation,
+            strict=strict,
+        ),
+        start=StartRequest(
+            init=init,
+            positions=positions,
+            calibration=calibration,
+            most_images=most_images,
+            mean=mean,
+            std=std,
+            authors_version=authors_version,
+        ),
+        plan_folder=plan_folder,
+        dry_run=dry_run,
         command=printable(shlex.join(["dcls-convert", *context.obj])),
     )
     if quiet and verbose:
@@ -154,24 +186,28 @@ def _convert_and_save(
     def check_folder(folder: Path) -> None:
         check_output_path(folder, force=force, reason_to_keep=_reason_to_keep)
 
-    def approve(planned: "Conversion") -> None:
-        _check_macs(planned, max_macs)
-        check_folder(output or _default_output(planned))
+    def approve(draft: "DraftPlan", start: str) -> None:
+        nonlocal output
+        if max_macs is not None:
+            _check_macs(request, draft, max_macs)
+        if not request.dry_run:
+            output = output or _default_output(request, draft, start)
+            check_folder(output)
 
     if picture:
         check_figure_library()
     if output is not None:
         check_folder(output)
-    name = str(request.model)
-    if (request.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
+    name = str(request.network.model)
+    if (request.network.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
         _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_checkpoint
         from ..conversion.convert import carry_out
         from ..running.process_settings import check_device
 
-        if request.device is not None:
-            request = replace(request, device=str(check_device(request.device)))
+        if request.network.device is not None:
+            check_device(request.network.device)
         plan = None
         if request.plan_folder is not None:
             plan = open_checkpoint(request.plan_folder).plan
@@ -182,10 +218,9 @@ def _convert_and_save(
             notify=notify,
             note=console.note,
         )
-        if conversion.model is None:  # after a dry run
-            _check_macs(conversion, max_macs)
+        if request.dry_run:
             return conversion
-        output = output or _default_output(conversion)
+        assert output is not None  # `approve` has named it
         notify(f"writing {output}")
         _save(conversion, output, force=force, picture=picture)
         return replace(conversion, report=replace(conversion.report, output=str(output)))
@@ -200,24 +235,22 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
     if picture:
         from ..views.plot import draw
 
-        figure = draw(conversion.plan, model.state_dict(), ".png")
-    save_just_converted(
-        model, conversion.plan, output, report=conversion.report, force=force, picture=figure
-    )
+        figure = draw(conversion.report.plan, model.state_dict(), ".png")
+    save_just_converted(model, output, report=conversion.report, force=force, picture=figure)
 
 
-def _check_macs(planned: "Conversion", max_macs: float | None) -> None:
+def _check_macs(request: ConversionRequest, draft: "DraftPlan", max_macs: float) -> None:
     """Refuse a conversion that adds more to the MACs than allowed, in percent."""
-    if max_macs is None:
-        return
-    macs = planned.report.macs
+    from ..reports.costs import macs_of_model
+
+    macs = macs_of_model(draft)
     if macs.percent is None:
         raise PlanError(f"--max-macs: the MACs could not be counted: {macs.note}")
     if macs.percent > max_macs:
+        sweep = shell_command(request.network, request.options, command="sweep")
         raise PlanError(
-            f"{planned.request.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
-            f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: "
-            f"{shell_command(planned.request, command='sweep')}"
+            f"{request.network.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
+            f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: {sweep}"
         )
 
 
@@ -230,16 +263,18 @@ def _show(conversion: "Conversion", verbose: int) -> None:
     steps = []
     if report.output is not None:
         steps = next_steps(conversion, Path(report.output))
+    request = conversion.request
     shown = report_view(
-        replace(report, outcome=None),  # which is shown by `next_steps`
+        report,
         verbose=verbose,
-        cheaper_sizes=shell_command(conversion.request, command="sweep"),
+        with_outcome=False,  # `next_steps` shows it
+        cheaper_sizes=shell_command(request.network, request.options, command="sweep"),
         why_kept="-v says why",
     )
     console.show(shown, *steps)
 
 
-def _default_output(conversion: "Conversion") -> Path:
+def _default_output(request: ConversionRequest, draft: "DraftPlan", start: str) -> Path:
     """Return the default output folder: model, window, stated count or budget, and start.
 
     Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
@@ -247,32 +282,27 @@ def _default_output(conversion: "Conversion") -> Path:
     -dcls17-count20 and -dcls17-budget80 if these are stated; -dcls17-fit if elements do not start
     at random, and -dcls17-calibrated after a calibration.
     """
-    plan = conversion.plan
-    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes}
+    sizes = {layer.dilated_size for layer in draft.layers if not layer.dense_axes}
     if not sizes:
-        sizes = {plan.layers[0].dilated_size}
+        sizes = {draft.layers[0].dilated_size}
     size = ""
-    if plan.growth_of_mixed_kernels is not None:
-        size = f"-plus{plan.growth_of_mixed_kernels}"
+    if draft.growth_of_mixed_kernels is not None:
+        size = f"-plus{draft.growth_of_mixed_kernels}"
     elif len(sizes) == 1:
         (sides,) = sizes
         size = size_text(sides)
         if len(set(sides)) == 1:
             size = str(sides[0])
     counts = ""
-    options = conversion.request.options
-    if options.kernel_count != AUTO:
-        counts = f"-count{options.kernel_count}"
-    elif plan.share != 1:
-        counts = f"-budget{float(100 * plan.share):g}"
-    start = ""
-    if conversion.request.calibration is not None:
-        start = "-calibrated"
-    elif conversion.request.start != "random" and not conversion.takes_authors_elements:
-        start = f"-{conversion.request.start}"
-    assert conversion.source is not None
-    _, _, name = conversion.source.name.rpartition(":")  # without the registry
-    return Path(f"{Path(name).name}-dcls{size}{counts}{start}")
+    if request.options.kernel_count != AUTO:
+        counts = f"-count{request.options.kernel_count}"
+    elif draft.share != 1:
+        counts = f"-budget{float(100 * draft.share):g}"
+    suffix = "" if start in ("random", ELEMENTS) else f"-{start}"
+    if request.start.calibration is not None:
+        suffix = "-calibrated"
+    name = str(request.network.model).rpartition(":")[2]  # without the registry
+    return Path(f"{Path(name).name}-dcls{size}{counts}{suffix}")
 
 
 def _reason_to_keep(path: Path) -> str | None:

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from ..cli import console, options
-from ..conversion.request import ConversionRequest
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.plan_options import PlanOptions
 
@@ -29,7 +28,6 @@ Jobs = Annotated[
 
 
 def models(
-    context: typer.Context,
     pattern: Pattern = "*",
     rules: options.Rules = AUTO,
     strict: options.Strict = False,
@@ -46,18 +44,21 @@ def models(
 
     This needs no weights and downloads nothing.
     """
-    request = ConversionRequest(
-        model=pattern,
-        options=PlanOptions(**options.values_for(PlanOptions, context)),
-        input_size=input_size,
-        dry_run=True,
+    planning = PlanOptions(
+        dilated_size=dilated_size,
+        kernel_count=kernel_count,
+        rules=rules,
+        tie=tie,
+        budget=budget,
+        interpolation=interpolation,
+        strict=strict,
     )
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
         from ..choosing.survey import names_matching, survey, survey_json, survey_view
 
-        rows = survey(names_matching(pattern), request, workers=jobs, notify=notify)
+        rows = survey(names_matching(pattern), planning, input_size, workers=jobs, notify=notify)
     if json_:
-        console.write(survey_json(rows, request, pattern))
+        console.write(survey_json(rows, planning, input_size, pattern))
     else:
         console.show(survey_view(rows), wide=True)
     if any(row.status == "failed" for row in rows):

@@ -4,7 +4,6 @@ Imports no torch: --help reads this file.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +31,6 @@ from .parsing import (
     parse_budget,
     parse_count_or_auto,
     parse_input_size,
-    parse_keywords,
     parse_numbers,
     parse_window,
 )
@@ -82,15 +80,6 @@ def complete_rules() -> list[str]:
     return [AUTO, *builtin_rules()]
 
 
-def values_for(record: type, context: typer.Context) -> dict[str, Any]:
-    """Return those parameters of a command that a dataclass has as fields, too."""
-    values = {}
-    for field in fields(record):
-        if field.name in context.params:
-            values[field.name] = context.params[field.name]
-    return values
-
-
 # What to convert
 
 Model = Annotated[
@@ -138,12 +127,11 @@ InChans = Annotated[
     model_option(metavar="N", min=1, help="Input channels."),
 ]
 ModelKwargs = Annotated[
-    list[str] | None,
+    list[str] | None,  # for `parse_keywords`
     model_option(
         metavar="KEY=VALUE ...",
         help="More arguments of the model's function, stored in the checkpoint: "
         "ls_init_value=0.1 drop_path_rate=0.2",
-        callback=parse_keywords,
     ),
 ]
 Rules = Annotated[

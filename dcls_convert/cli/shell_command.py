@@ -4,38 +4,40 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..conversion.request import ConversionRequest
+from ..conversion.request import NetworkRequest
 from ..geometry import size_text
 from ..options import AUTO
 from ..planning.plan_options import PlanOptions
 
 
-def shell_command(request: ConversionRequest, *, command: str = "", **more: Any) -> str:
-    """Return a command for the network of a request that can be pasted into a shell.
+def shell_command(
+    network: NetworkRequest, planning: PlanOptions, *, command: str = "", **more: Any
+) -> str:
+    """Return a command for a network that can be pasted into a shell.
 
     It has the options that `convert` and `sweep` share, and more, by the names of their parameters.
 
     Args:
-        request: For a named network.
+        network: A network that has a name.
+        planning: What to plan.
         command: A command other than the default one, such as "sweep".
         more: Values of further options. None, False and "auto" are left out.
     """
-    planning = request.options
     options = {
-        "pretrained": request.pretrained,
-        "checkpoint": request.weights,
-        "checkpoint_key": request.checkpoint_key,
-        "num_classes": request.num_classes,
-        "in_chans": request.in_chans,
-        "model_kwargs": request.model_kwargs,
+        "pretrained": network.pretrained,
+        "checkpoint": network.weights,
+        "checkpoint_key": network.checkpoint_key,
+        "num_classes": network.num_classes,
+        "in_chans": network.in_chans,
+        "model_kwargs": network.model_kwargs,
         "rules": planning.rules,
         "strict": planning.strict,
         **more,
         "tie": None if planning.tie == PlanOptions().tie else planning.tie,
         "interpolation": planning.interpolation,
-        "input_size": request.input_size,
+        "input_size": network.input_size,
     }
-    words = ["dcls-convert", str(request.model)]
+    words = ["dcls-convert", str(network.model)]
     if command:
         words.insert(1, command)
     for name, value in options.items():

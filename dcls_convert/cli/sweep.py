@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cli import console, options
-from ..conversion.request import ConversionRequest
+from ..conversion.request import NetworkRequest
 from ..errors import PlanError
 from ..options import AUTO
 from ..planning.plan_options import PlanOptions
-from .parsing import parse_budgets, parse_counts, parse_sizes
+from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ Budgets = Annotated[
 
 
 def sweep_command(
-    context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
     weights: options.WeightsFile = None,
@@ -66,20 +65,27 @@ def sweep_command(
 
     One row each; the last line is the command for the recommended size.
     """
-    request = ConversionRequest(
-        **options.values_for(ConversionRequest, context),
-        options=PlanOptions(**options.values_for(PlanOptions, context)),
-        dry_run=True,
+    network = NetworkRequest(
+        model=model,
+        pretrained=pretrained,
+        weights=weights,
+        checkpoint_key=checkpoint_key,
+        num_classes=num_classes,
+        in_chans=in_chans,
+        model_kwargs=parse_keywords(model_kwargs),
+        input_size=input_size,
     )
+    planning = PlanOptions(rules=rules, strict=strict, tie=tie, interpolation=interpolation)
     with console.steps(model, "planning") as notify:
         from ..choosing.sweep import make_sweep
 
         result = make_sweep(
-            request,
+            network,
+            planning,
             sizes,
             counts,
             budgets,
-            command=functools.partial(_command, request),
+            command=functools.partial(_command, network, planning),
             notify=notify,
             note=console.note,
         )
@@ -94,13 +100,14 @@ def sweep_command(
         raise typer.Exit(PlanError.exit_code)
 
 
-def _command(request: ConversionRequest, combination: "Combination") -> str:
+def _command(network: NetworkRequest, planning: PlanOptions, combination: "Combination") -> str:
     """Return the command that converts as a row of the sweep does."""
     budget = None
     if combination.budget is not None:
         budget = f"{combination.budget:.12g}%"
     return shell_command(
-        request,
+        network,
+        planning,
         dilated_size=combination.size,
         kernel_count=combination.kernel_count,
         budget=budget,

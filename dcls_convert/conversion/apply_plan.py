@@ -1,28 +1,25 @@
 """Carry out a plan on a model: make the layers, find their values, and put them into the model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..depthwise.devices import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..errors import DclsConvertError, PlanError, check_argument
 from ..layers.interpolation import find_interpolation
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choice
-from ..placing.place import LayerGroup, insert_layers_, make_layers
+from ..placing.place import LayerGroup, find_groups, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
-from ..reports.report import ConversionReport, predict_report
+from ..reports.report import ConversionReport
 from ..running.model_state import unchanged_on_failure
 from ..running.process_settings import full_precision
 from ..starts.calibration import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..starts.images import Calibration, Images, read_calibration_images
-from ..starts.start import start_from_kernels_, start_randomly_
+from ..starts.start import start_from_kernels_, start_randomly_, take_elements_
 
 
-@torch.no_grad()
-@full_precision()
 def apply_plan_(
     model: nn.Module,
     plan: ConversionPlan,
@@ -30,7 +27,7 @@ def apply_plan_(
     init: Init = "auto",
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
-    calibration: Images | Calibration | CalibrationStatistics | None = None,
+    calibration: Images | Calibration | None = None,
     note: Note = ignore_messages,
     notify: Notify = ignore_messages,
 ) -> ConversionReport:
@@ -46,7 +43,7 @@ def apply_plan_(
             without norms, they are then scaled so that outputs keep their mean square.
         positions: As in `convert_`.
         generator: Source of all randomness; by default, a new one with seed 0.
-        calibration: For "fit": images, as in `convert_`; or the statistics of a pass over them.
+        calibration: For "fit": images, as in `convert_`.
         note: Called with messages for the user.
         notify: Called with progress: which layers are next.
 
@@ -61,17 +58,67 @@ def apply_plan_(
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
-    init = _checked_init(plan, init, positions, is_calibrated=calibration is not None)
-    groups = make_layers(model, plan)
+    check_choice("init", init, INITS)
+    check_choice("positions", positions, POSITIONS)
+    if init == AUTO:
+        init = "fit"
+    statistics = None
+    if calibration is not None:
+        if init != "fit":
+            raise PlanError(f"calibration is for init='fit', not for {init!r}")
+        # Outputs are not compared here, so no image need be held out.
+        images = read_calibration_images(model, plan, calibration, held_out=(), note=note)
+        statistics = measure_inputs(model, find_groups(model, plan), images, notify)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
+    plan = replace_convs_(
+        model,
+        plan,
+        init=init,
+        positions=positions,
+        generator=generator,
+        statistics=statistics,
+        notify=notify,
+    )
+    return ConversionReport(plan=plan)
+
+
+@torch.no_grad()
+@full_precision()
+def replace_convs_(
+    model: nn.Module,
+    plan: ConversionPlan,
+    *,
+    init: Init,
+    positions: Positions,
+    generator: torch.Generator,
+    statistics: CalibrationStatistics | None,
+    elements: Mapping[str, Tensor] | None = None,
+    notify: Notify,
+) -> ConversionPlan:
+    """Replace the convolutions, once all layers are made and their values found.
+
+    Args:
+        model, plan, positions, generator, notify: As in `apply_plan_`.
+        init: As in `apply_plan_`, but never "auto".
+        statistics: What the convolutions see in images, to fit outputs; None to fit kernels.
+        elements: Weights, positions and sigmas by their names in the converted model, which are
+            taken instead of a start.
+
+    Returns:
+        The plan; its layers have the errors that the start left.
+    """
+    if init == EXACT:
+        _check_exact(plan)
+    groups = make_layers(model, plan)
     output_errors: dict[str, float] = {}
     kernel_errors: dict[str, float] = {}
-    if init == "random":
+    if elements is not None:
+        take_elements_(groups, elements)
+    elif init == "random":
         start_randomly_(model, groups, positions, generator)
     else:
         _check_float64(groups)
-        statistics = _statistics(model, plan, groups, calibration, note, notify)
         start_from_kernels_(groups, statistics, init, notify)
         if statistics is not None:
             output_errors = fit_to_outputs_(model, groups, statistics, notify)
@@ -79,24 +126,7 @@ def apply_plan_(
             kernel_errors |= group.kernel_errors()
     with unchanged_on_failure(model):
         insert_layers_(model, plan, groups)
-    return _report_with_errors(plan, kernel_errors, output_errors)
-
-
-def _report_with_errors(
-    plan: ConversionPlan,
-    kernel_errors: Mapping[str, float],
-    output_errors: Mapping[str, float],
-) -> ConversionReport:
-    """Return the plan's report; its layers have the errors that the start left."""
-    layers = []
-    for layer in plan.layers:
-        layer = replace(
-            layer,
-            fit_error=kernel_errors.get(layer.name),
-            output_error=output_errors.get(layer.name),
-        )
-        layers.append(layer)
-    return predict_report(replace(plan, layers=tuple(layers)))
+    return plan.with_errors(kernel_errors, output_errors)
 
 
 def _check_float64(groups: Sequence[LayerGroup]) -> None:
@@ -110,22 +140,8 @@ def _check_float64(groups: Sequence[LayerGroup]) -> None:
                 )
 
 
-def _checked_init(
-    plan: ConversionPlan, init: Init, positions: Positions, *, is_calibrated: bool
-) -> Init:
-    """Return the start, with "auto" resolved.
-
-    Raises:
-        PlanError: It is not known, is not for a calibration, or needs more elements than planned.
-    """
-    check_choice("init", init, INITS)
-    check_choice("positions", positions, POSITIONS)
-    if init == AUTO:
-        return "fit"
-    if is_calibrated and init != "fit":
-        raise PlanError(f"calibration is for init='fit', not for {init!r}")
-    if init != EXACT:
-        return init
+def _check_exact(plan: ConversionPlan) -> None:
+    """Refuse (PlanError) an exact start of a plan with too few elements for it."""
     for layer in plan.layers:
         cells = layer.old_cells
         is_exact = find_interpolation(layer.interpolation).is_exact_on_cells
@@ -135,21 +151,3 @@ def _checked_init(
                 f"keeps them in their cells, but the plan has {layer.kernel_count} and "
                 f"{layer.interpolation}; plan with kernel_count='exact'"
             )
-    return init
-
-
-def _statistics(
-    model: nn.Module,
-    plan: ConversionPlan,
-    groups: Sequence[LayerGroup],
-    calibration: Images | Calibration | CalibrationStatistics | None,
-    note: Note,
-    notify: Notify,
-) -> CalibrationStatistics | None:
-    """Return what the old convolutions see in the calibration's images; None without images."""
-    if calibration is None or isinstance(calibration, CalibrationStatistics):
-        return calibration
-    if not isinstance(calibration, Calibration):
-        # Outputs are not compared here, so no image need be held out.
-        calibration = read_calibration_images(model, plan, calibration, held_out=(), note=note)
-    return measure_inputs(model, groups, calibration, notify)

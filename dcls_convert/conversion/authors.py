@@ -12,18 +12,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PlanError
 from ..geometry import position_limits, size_text
 from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import find_interpolation
 from ..options import AUTO, AuthorsVersion
-from ..placing.place import insert_layers_, make_layers
-from ..planning.kernel_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
-from ..planning.plan import ConversionPlan
+from ..planning.plan import DraftPlan
 from ..progress import Note
-from ..text import join_with_and, short_list
-from ..weights.loading import describe_non_finite, load_weights_
+from ..text import join_with_and, short_list, shortened
+from ..weights.loading import describe_non_finite
 from .request import ConversionRequest, RequestWeights, options_that_decide_counts
 
 # Entries of a layer of the authors' package, apart from its bias.
@@ -64,10 +62,27 @@ def split_authors_elements(
     return elements, rest
 
 
-def counts_of_elements(weights: RequestWeights) -> LayerCounts:
-    """Return the number of elements per kernel in each of the authors' layers."""
-    counts = {name: layer[_WEIGHT].shape[-1] for name, layer in weights.elements.items()}
-    return LayerCounts(source=weights.where, counts=counts)
+def counts_of_elements(weights: RequestWeights) -> dict[str, int]:
+    """Return the number of elements per kernel in each of the authors' layers, by name."""
+    return {name: layer[_WEIGHT].shape[-1] for name, layer in weights.elements.items()}
+
+
+def check_counts_of_elements(draft: DraftPlan, weights: RequestWeights) -> None:
+    """Refuse (PlanError) elements for other layers, and rules that state another count."""
+    layer_of = {name: layer for layer in draft.layers for name in layer.names}
+    for name, count in counts_of_elements(weights).items():
+        layer = layer_of.get(name)
+        if layer is None:
+            reason_of = {skip.name: skip.reason for skip in draft.skipped}
+            raise PlanError(
+                f"{weights.where}: has elements for {shortened(name)}, which would not be "
+                f"converted: {reason_of.get(name, 'the model has no such convolution')}"
+            )
+        if layer.kernel_count != count:
+            raise PlanError(
+                f"{weights.where}: {layer.name} has {count} elements in a kernel, "
+                f"but rule {layer.rule!r} states {layer.kernel_count}"
+            )
 
 
 def check_elements(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
@@ -79,30 +94,30 @@ def check_elements(request: ConversionRequest, weights: RequestWeights | None, n
         return
     where = weights.where
     if not weights.elements:
-        if request.needs_authors_elements:
+        if request.start.needs_authors_elements:
             raise CheckpointError(
                 f"{where}: has no layers of the authors' package "
                 f"(no layer has a {_POSITIONS} beside its weight)"
             )
-        if request.authors_version is not None:
+        if request.start.authors_version is not None:
             raise CheckpointError(
                 f"{where}: has no layers of the authors' package; omit the authors' version"
             )
         return
-    counts = set(counts_of_elements(weights).counts.values())
+    counts = set(counts_of_elements(weights).values())
     stated = []
     if counts != {request.options.kernel_count}:
         stated = options_that_decide_counts(request.options)
-    if request.init != AUTO:
-        stated.append(f"init {request.init!r}")
-    if request.calibration is not None:
+    if request.start.init != AUTO:
+        stated.append(f"init {request.start.init!r}")
+    if request.start.calibration is not None:
         stated.append("calibration")
     if stated:
         raise CheckpointError(
             f"{where}: has elements of its own, {short_list(sorted(counts))} in a kernel; "
             f"omit {join_with_and(stated)}"
         )
-    if not _have_sigma(weights) and request.authors_version is None:
+    if not _have_sigma(weights) and request.start.authors_version is None:
         note(
             f"{where} is assumed to have version {RELEASED_VERSION} of the authors' layers; "
             "if that is wrong, state the authors' version"
@@ -113,41 +128,25 @@ def _have_sigma(weights: RequestWeights) -> bool:
     return any(_SIGMA in layer for layer in weights.elements.values())
 
 
-def convert_with_authors_elements_(
-    model: nn.Module,
-    plan: ConversionPlan,
-    weights: RequestWeights,
-    version: AuthorsVersion | None = None,
-) -> None:
-    """Load the weights into the model, and convert it.
-
-    A new classifier, for which the file has no weights, keeps the values that it has.
-    """
-    elements = translate_authors_elements(weights, plan, version)
+def check_plain_convs(structure: nn.Module, plan: DraftPlan, where: str) -> None:
+    """Refuse (CheckpointError) convolutions that would transform the file's elements."""
     for layer in plan.layers:
-        conv = model.get_submodule(layer.name)
+        conv = structure.get_submodule(layer.name)
         traits = find_traits(conv) or PLAIN
         if traits.transform_weight:
             raise CheckpointError(
-                f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
+                f"{where}: {layer.name} is a {type(conv).__name__}, "
                 "which would transform the file's elements"
             )
-    groups = make_layers(model, plan)
-    # The file has no kernels for the convolutions that are replaced. `load_weights_` gets their
-    # present kernels instead, so that it can check that everything else is there.
-    state = dict(weights.entries)
-    old_state = model.state_dict()
-    for layer in plan.layers:
-        for name in layer.names:
-            if f"{name}.weight" in old_state:
-                state[f"{name}.weight"] = old_state[f"{name}.weight"]
-    load_weights_(model, state, weights.where, optional=weights.new_classifier)
-    insert_layers_(model, plan, groups)
-    model.load_state_dict(elements, strict=False)
+
+
+def replaced_kernels(plan: DraftPlan) -> list[str]:
+    """Return the names of the old kernels, which files with the authors' elements lack."""
+    return [f"{name}.{_WEIGHT}" for layer in plan.layers for name in layer.names]
 
 
 def translate_authors_elements(
-    weights: RequestWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
+    weights: RequestWeights, plan: DraftPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
     """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
 
@@ -260,7 +259,7 @@ def _translate(
 
 
 def _check_windows(
-    plan: ConversionPlan, translated: Mapping[str, Mapping[str, Tensor]], where: str
+    plan: DraftPlan, translated: Mapping[str, Mapping[str, Tensor]], where: str
 ) -> None:
     """Refuse positions outside their window; the message is about those farthest outside."""
     worst_excess = 0.0

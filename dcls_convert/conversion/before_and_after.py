@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
-from ..reports.report import ConversionReport
 from ..running.arguments import random_arguments
 from ..running.compare_outputs import Agreement, compare_outputs
 from ..running.input_spec import pixel_count, with_batch
@@ -48,7 +47,7 @@ def outputs_before_conversion(
 def compare_with_outputs_before(
     before: OutputsBefore,
     model: nn.Module,
-    report: ConversionReport,
+    plan: ConversionPlan,
     images: Calibration | None,
 ) -> Outcome:
     """Run the converted model, and summarise how much kernels and outputs changed.
@@ -56,15 +55,15 @@ def compare_with_outputs_before(
     Args:
         before: Outputs before the conversion.
         model: The converted model.
-        report: Of the plan that was carried out, with the errors of the kernels.
+        plan: What was carried out; its layers have the errors of the kernels.
         images: The calibration. Without one (None), only outputs for random images are compared.
     """
     random_error = None
     if before.random is not None:
-        random = _random_outputs(model, report.plan)
+        random = _random_outputs(model, plan)
         random_error = compare_outputs(before.random, random).output_error
     kernel_error = None
-    kernel_errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
+    kernel_errors = [layer.fit_error for layer in plan.layers if layer.fit_error is not None]
     if kernel_errors:
         kernel_error = sum(kernel_errors) / len(kernel_errors)
     if images is None:

@@ -1,32 +1,32 @@
 """One conversion, from the request to the converted network."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..networks.source import ModelSource
 from ..networks.timm_notes import set_normalisation_
-from ..planning.plan import ConversionPlan
+from ..placing.place import find_groups
+from ..planning.plan import ConversionPlan, DraftPlan
 from ..progress import Note, Notify, ignore_messages
-from ..reports.report import ConversionReport, predict_report
-from ..running.model_state import unchanged_on_failure
-from ..starts.calibration import CalibrationStatistics
+from ..reports.report import ConversionReport
+from ..starts.calibration import CalibrationStatistics, measure_inputs
 from ..starts.counts_by_error import choose_counts_by_error
 from ..starts.images import Calibration, read_calibration_images
-from .apply_plan import apply_plan_
-from .authors import check_elements, convert_with_authors_elements_
-from .before_and_after import compare_with_outputs_before, outputs_before_conversion
-from .open_network import build_network, load
-from .plan_network import (
-    are_counts_chosen_by_error,
-    cautions,
-    check_stored_plan,
-    plan_network,
+from ..weights.loading import check_weights
+from .apply_plan import replace_convs_
+from .authors import (
+    check_elements,
+    check_plain_convs,
+    replaced_kernels,
+    translate_authors_elements,
 )
+from .before_and_after import compare_with_outputs_before, outputs_before_conversion
+from .open_network import find_convs_of, open_network
+from .plan_network import adopted_plan, cautions, draft_for
 from .provenance import attach_provenance_, describe_conversion
-from .request import ConversionRequest, RequestWeights
+from .request import ELEMENTS, ConversionRequest, options_without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +34,16 @@ class Conversion:
     """What a conversion did or, in a dry run, would do."""
 
     request: ConversionRequest
-    source: ModelSource | None  # how the network was built; None for a model in memory
-    takes_authors_elements: bool  # the weights had elements, which the new layers took over
+    start: str  # what the new layers start from: "random", "fit", ..., or ELEMENTS
     report: ConversionReport
     model: nn.Module | None = None  # the converted network; None after a dry run
-
-    @property
-    def plan(self) -> ConversionPlan:
-        """What replaces what."""
-        return self.report.plan
 
 
 def carry_out(
     request: ConversionRequest,
     *,
     plan: ConversionPlan | None = None,
-    approve: Callable[[Conversion], None] = lambda _: None,
+    approve: Callable[[DraftPlan, str], None] = lambda draft, start: None,
     notify: Notify = ignore_messages,
     note: Note = ignore_messages,
 ) -> Conversion:
@@ -58,7 +52,8 @@ def carry_out(
     Args:
         request: The request.
         plan: The plan of `request.plan_folder`, which was made for the same network.
-        approve: Called with what is planned, before anything that takes long; may raise.
+        approve: Called with the draft of the plan and the name of the start, before anything that
+            takes long; may raise.
         notify: Called with what is being done.
         note: Called with what the user should know.
 
@@ -66,117 +61,123 @@ def carry_out(
         DclsConvertError: Something does not fit. A model in memory is then as it was, as after any
             other error.
     """
-    loaded = load(request, notify=notify, note=note)
-    check_elements(request, loaded.weights, note)
-    notify("planning")
-    chooses_counts = plan is None and are_counts_chosen_by_error(loaded)
-    if plan is None:
-        plan = plan_network(loaded, request.options)
-    else:
-        plan = check_stored_plan(loaded, plan)
-    for caution in cautions(plan):
-        note(caution)
-    conversion = Conversion(
-        request=request,
-        source=loaded.source,
-        takes_authors_elements=loaded.authors_weights is not None,
-        report=predict_report(plan),
+    for sentence in options_without_effect(request):
+        note(sentence)
+    network, weights = open_network(
+        request.network, offline=request.dry_run, notify=notify, note=note
     )
+    check_elements(request, weights, note)
+    draft: DraftPlan
+    if plan is not None:
+        draft = adopted_plan(plan, network.structure, network.source)
+    else:
+        notify("finding convolutions")
+        convs = find_convs_of(network, request.network)
+        notify("planning")
+        draft = draft_for(request.network, request.plan_options, convs, network.source, weights)
+
+    start: str = request.init
+    elements: Mapping[str, Tensor] | None = None
+    lacking: list[str] = []  # names of tensors that the weights may lack
+    if weights is not None:
+        lacking += weights.new_classifier
+    if weights is not None and weights.elements:
+        start = ELEMENTS
+        elements = translate_authors_elements(weights, draft, request.start.authors_version)
+        check_plain_convs(network.structure, draft, weights.where)
+        lacking += replaced_kernels(draft)
+    for caution in cautions(draft):
+        note(caution)
+    approve(draft, start)
     if request.dry_run:
-        return conversion
-    approve(conversion)
-    network = build_network(loaded, notify=notify)
-    if loaded.authors_weights is not None:
-        return _convert_with_elements_(conversion, network, loaded.authors_weights, notify)
-    # The network has the weights; keeping both would take twice the memory.
-    loaded = replace(loaded, weights=None)
-    images = _read_images(request, network, plan, note)
-    statistics = None
-    if chooses_counts:
-        counts, statistics = choose_counts_by_error(
-            network,
-            plan,
-            calibration=images,
-            notify=notify,
+        if weights is not None:  # otherwise, loading finds out what does not fit
+            check_weights(network.structure, weights.entries, weights.where, optional=lacking)
+        return Conversion(
+            request=request, start=start, report=ConversionReport(plan=draft.with_counts())
         )
-        plan = plan_network(loaded, request.options, counts)
-        conversion = replace(conversion, report=predict_report(plan))
-    return _convert_(conversion, network, images, statistics, notify, note)
+
+    with network.unchanged_on_failure(weights):
+        model = network.build(weights, lacking, notify)
+        weights = None  # the network has them; keeping both would take twice the memory
+        images = _read_images(request, model, draft, note)
+        statistics = None
+        if images is not None:
+            statistics = measure_inputs(model, find_groups(model, draft), images, notify)
+        chosen = None
+        if plan is None and request.counts_follow_errors:
+            groups = find_groups(model, draft)
+            chosen = choose_counts_by_error(draft, groups, statistics, notify)
+        plan = draft.with_counts(chosen)
+        report = _replace_and_compare_(
+            request, model, plan, images, statistics=statistics, elements=elements, notify=notify
+        )
+        attach_provenance_(model, describe_conversion(request))
+        if images is not None:
+            _state_normalisation_(model, request, plan)
+    return Conversion(request=request, start=start, report=report, model=model)
 
 
 def _read_images(
-    request: ConversionRequest, network: nn.Module, plan: ConversionPlan, note: Note
+    request: ConversionRequest, network: nn.Module, draft: DraftPlan, note: Note
 ) -> Calibration | None:
     """Return the calibration's images at the plan's input size; None if there is no calibration."""
-    if request.calibration is None:
+    start = request.start
+    if start.calibration is None:
         return None
     return read_calibration_images(
         network,
-        plan,
-        request.calibration,
-        held_out=request.held_out,
-        most_images=request.most_images,
-        mean=request.mean,
-        std=request.std,
+        draft,
+        start.calibration,
+        held_out=start.held_out,
+        most_images=start.most_images,
+        mean=start.mean,
+        std=start.std,
         note=note,
     )
 
 
-def _convert_with_elements_(
-    conversion: Conversion, network: nn.Module, weights: RequestWeights, notify: Notify
-) -> Conversion:
-    """Convert the network in place, with the elements of the authors' layers."""
-    request = conversion.request
-    notify("converting")
-    tensors = [*network.parameters(), *network.buffers()]  # the file's other weights are loaded too
-    with unchanged_on_failure(network, values=tensors):
-        convert_with_authors_elements_(network, conversion.plan, weights, request.authors_version)
-        attach_provenance_(network, describe_conversion(request))
-    return replace(conversion, model=network)
-
-
-def _convert_(
-    conversion: Conversion,
+def _replace_and_compare_(
+    request: ConversionRequest,
     network: nn.Module,
+    plan: ConversionPlan,
     images: Calibration | None,
+    *,
     statistics: CalibrationStatistics | None,
+    elements: Mapping[str, Tensor] | None,
     notify: Notify,
-    note: Note,
-) -> Conversion:
-    """Convert the network in place, and compare its outputs. After any error, it is as it was.
+) -> ConversionReport:
+    """Replace the network's convolutions, and say how close the outputs of a trained one stayed.
 
-    `statistics` are those of the images, if the counts were chosen by them; else None.
+    Args:
+        images: The calibration's images, to compare outputs on; None to take random ones.
+        statistics: What the convolutions see in these images.
+        elements: See `replace_convs_`.
     """
-    request = conversion.request
-    plan = conversion.plan
     notify("converting")
     before = None
-    with unchanged_on_failure(network):
-        if request.trained and request.start != "random":
-            before = outputs_before_conversion(network, plan, images)
-        report = apply_plan_(
-            network,
-            plan,
-            init=request.start,
-            positions=request.positions,
-            generator=torch.Generator().manual_seed(request.seed),
-            calibration=statistics or images,
-            note=note,
-            notify=notify,
-        )
-        if before is not None:
-            outcome = compare_with_outputs_before(before, network, report, images)
-            report = replace(report, outcome=outcome)
-        attach_provenance_(network, describe_conversion(request))
-        if images is not None:
-            _state_normalisation_(network, request, plan)
-    return replace(conversion, model=network, report=report)
+    if elements is None and request.network.trained and request.init != "random":
+        before = outputs_before_conversion(network, plan, images)
+    plan = replace_convs_(
+        network,
+        plan,
+        init=request.init,
+        positions=request.start.positions,
+        generator=torch.Generator().manual_seed(request.network.seed),
+        statistics=statistics,
+        elements=elements,
+        notify=notify,
+    )
+    outcome = None
+    if before is not None:
+        outcome = compare_with_outputs_before(before, network, plan, images)
+    return ConversionReport(plan=plan, outcome=outcome)
 
 
 def _state_normalisation_(
     network: nn.Module, request: ConversionRequest, plan: ConversionPlan
 ) -> None:
     """Write the normalisation that the user stated for images into the network's own config."""
-    if request.mean is None or request.std is None or plan.input_size is None:
+    start = request.start
+    if start.mean is None or start.std is None or plan.input_size is None:
         return
-    set_normalisation_(network, request.mean, request.std, channels=plan.input_size[0])
+    set_normalisation_(network, start.mean, start.std, channels=plan.input_size[0])

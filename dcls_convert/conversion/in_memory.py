@@ -1,5 +1,6 @@
 """Convert a model in memory: the main functions of the library."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,15 +19,21 @@ from ..options import (
     Scope,
     Tie,
 )
+from ..planning.plan import DraftPlan
 from ..planning.plan_options import PlanArguments, PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
 from ..running.arguments import ExampleInputs
 from ..starts.images import Calibration, Images
-from .convert import Conversion, carry_out
+from .convert import carry_out
 from .plan_network import cautions
-from .request import ConversionRequest, options_without_effect
+from .request import (
+    ConversionRequest,
+    NetworkRequest,
+    StartRequest,
+    options_without_effect,
+)
 
 
 def convert_(
@@ -107,7 +114,9 @@ def convert_(
     """
     check_argument("model", model, nn.Module)
     request = ConversionRequest(
-        model=model,
+        network=NetworkRequest(
+            model=model, input_size=input_size, example_inputs=example_inputs, seed=seed
+        ),
         options=PlanOptions(
             dilated_size=dilated_size,
             kernel_count=kernel_count,
@@ -118,19 +127,21 @@ def convert_(
             interpolation=interpolation,
             strict=strict,
         ),
-        input_size=input_size,
-        example_inputs=example_inputs,
-        init=init,
-        positions=positions,
-        calibration=calibration,
-        held_out=held_out,
-        mean=mean,
-        std=std,
-        seed=seed,
+        start=StartRequest(
+            init=init,
+            positions=positions,
+            calibration=calibration,
+            held_out=held_out,
+            mean=mean,
+            std=std,
+        ),
     )
     with show_progress_in_python(type(model).__name__, progress) as notify:
         return carry_out(
-            request, approve=_warn_before_changes, notify=notify, note=logger.info
+            request,
+            approve=functools.partial(_warn_before_changes, request),
+            notify=notify,
+            note=logger.info,
         ).report
 
 
@@ -172,19 +183,21 @@ def convert_from_authors_(
     """
     check_argument("model", model, nn.Module)
     request = ConversionRequest(
-        model=model,
-        weights=weights if isinstance(weights, Mapping) else Path(weights),
+        network=NetworkRequest(
+            model=model,
+            weights=weights if isinstance(weights, Mapping) else Path(weights),
+            input_size=input_size,
+            example_inputs=example_inputs,
+        ),
         options=PlanOptions(rules=rules, **options),
-        input_size=input_size,
-        example_inputs=example_inputs,
-        needs_authors_elements=True,
-        authors_version=version,
+        start=StartRequest(needs_authors_elements=True, authors_version=version),
     )
-    return carry_out(request, approve=_warn_before_changes, note=logger.info).report
+    warn = functools.partial(_warn_before_changes, request)
+    return carry_out(request, approve=warn, note=logger.info).report
 
 
-def _warn_before_changes(planned: Conversion) -> None:
+def _warn_before_changes(request: ConversionRequest, draft: DraftPlan, start: str) -> None:
     """Warn of options without effect, and of what is not known of the network."""
-    for message in (*options_without_effect(planned.request), *cautions(planned.plan)):
+    for message in (*options_without_effect(request), *cautions(draft)):
         # Called by `carry_out`, which a public function calls, which the user calls.
         warnings.warn(message, stacklevel=4)

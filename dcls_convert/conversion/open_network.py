@@ -1,7 +1,12 @@
-"""Load what a request names: the network's source, its structure, and its weights."""
+"""Open the network that a request names: what is known before its weights are there.
 
-import functools
-from collections.abc import Collection, Mapping
+There are three ways in. Each is a class that says how the network is built, with which weights, and
+what a folder will call it.
+"""
+
+import contextlib
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -17,225 +22,206 @@ from ..networks.source import (
     check_source,
     resolve_model,
 )
-from ..networks.timm_notes import replace_stated_cfg_, stated_source
+from ..networks.timm_notes import forget_origin_, stated_source
 from ..networks.torchvision_inputs import assumed_inputs
-from ..progress import Note, Notify, ignore_messages
+from ..progress import Note, Notify
 from ..running.library_code import is_library_code
-from ..text import short_list
-from ..weights.files import read_weights
-from ..weights.loading import (
-    alias_names,
-    build_and_load,
-    classifier_prefixes,
-    differing_classifier,
-    differing_num_classes,
-    load_weights_,
-)
-from ..weights.state_names import rename_to_model
-from .authors import split_authors_elements
-from .request import ConversionRequest, RequestWeights, options_without_effect
+from ..running.model_state import unchanged_on_failure
+from ..weights.loading import build_and_load, load_weights_
+from .request import NetworkRequest, RequestWeights
+from .request_weights import classes_of_weights, read_request_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedNetwork:
-    """The network of a request, without its values, and the weights that the request states."""
+class InMemory:
+    """The user's network in memory, which is converted itself."""
 
-    request: ConversionRequest
-    source: ModelSource | None  # how it is built; None for a model in memory
-    # How it is built again from its checkpoint; None if only the user's code can build it.
-    source_in_checkpoint: ModelSource | None
-    # The network itself, if it is in memory or only the user's code builds it; else on meta.
-    structure: nn.Module
-    convs: ModelConvs  # traced at the input size
-    weights: RequestWeights | None
+    structure: nn.Module  # the network
+    name: str  # for messages
 
     @property
-    def authors_weights(self) -> RequestWeights | None:
-        """The weights, if they have elements of the authors' layers."""
-        if self.weights is None or not self.weights.elements:
-            return None
-        return self.weights
+    def source(self) -> ModelSource | None:
+        """What builds it again, for a folder; None if only the user's code can."""
+        return stated_source(self.structure)
+
+    def build(
+        self, weights: RequestWeights | None, lacking: Collection[str], notify: Notify
+    ) -> nn.Module:
+        """Return the network, with the weights if there are any (see `FromLibrary.build`)."""
+        if weights is not None:
+            load_weights_(self.structure, weights.entries, weights.where, optional=lacking)
+        return self.structure
+
+    def unchanged_on_failure(self, weights: RequestWeights | None) -> AbstractContextManager[None]:
+        """Restore the network if the block fails, with its values if weights are loaded."""
+        values = []
+        if weights is not None:
+            values = [*self.structure.parameters(), *self.structure.buffers()]
+        return unchanged_on_failure(self.structure, values=values)
 
 
-def load(
-    request: ConversionRequest, *, notify: Notify = ignore_messages, note: Note = ignore_messages
-) -> LoadedNetwork:
-    """Load a request's network without its values, and the weights that the request states.
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """A network that is built by its name; nobody else has it."""
+
+    request: NetworkRequest
+    built_by: ModelSource
+    structure: nn.Module  # without the weights
+
+    @property
+    def name(self) -> str:
+        return self.built_by.name
+
+    def unchanged_on_failure(self, weights: RequestWeights | None) -> AbstractContextManager[None]:
+        """Do nothing: after a failure, the network is gone."""
+        return contextlib.nullcontext()
+
+    def _finished(self, network: nn.Module) -> nn.Module:
+        """Return a network that has its values, on the device where it is converted."""
+        if not self.request.pretrained:
+            forget_origin_(network)  # the weights are not those of timm that its config states
+        if self.request.device is not None:
+            network = network.to(self.request.device)
+        return network
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromUserCode(_Named):
+    """A network that the user's own code builds; it runs once, and gives the values, too."""
+
+    @property
+    def source(self) -> ModelSource | None:
+        return self.built_by
+
+    def build(
+        self, weights: RequestWeights | None, lacking: Collection[str], notify: Notify
+    ) -> nn.Module:
+        """Return the network, with the weights if there are any (see `FromLibrary.build`)."""
+        if weights is not None:
+            load_weights_(self.structure, weights.entries, weights.where, optional=lacking)
+        return self._finished(self.structure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromLibrary(_Named):
+    """A network of timm or torchvision, of the hub or in timm's format: on meta, then built."""
+
+    @property
+    def source(self) -> ModelSource | None:
+        """What builds it again, for a folder; None if nothing does."""
+        if self.built_by.kind in OTHER_TIMM_KINDS:
+            return stated_source(self.structure)
+        return self.built_by
+
+    def build(
+        self, weights: RequestWeights | None, lacking: Collection[str], notify: Notify
+    ) -> nn.Module:
+        """Return the network with its values.
+
+        Args:
+            weights: The weights to load; None for pretrained or random ones.
+            lacking: Names of tensors that the weights may lack.
+            notify: Called with what is being done.
+
+        Raises:
+            CheckpointError: The weights do not fit.
+            ModelError: The model cannot be built.
+        """
+        seed = self.request.seed
+        if weights is None:
+            pretrained = " with pretrained weights" if self.request.pretrained else ""
+            notify(f"building{pretrained}")
+            network = build_model(
+                self.built_by, pretrained=self.request.pretrained, seed=seed, trust_code=True
+            )
+        else:
+            notify("building")
+            network = build_and_load(
+                self.built_by, weights.entries, weights.where, seed=seed, optional=lacking
+            )
+        return self._finished(network)
+
+
+Network = InMemory | FromUserCode | FromLibrary
+
+
+def open_network(
+    request: NetworkRequest, *, offline: bool, notify: Notify, note: Note
+) -> tuple[Network, RequestWeights | None]:
+    """Open a network without its values, and read the weights that the request states.
 
     If the request names the user's own code as the model, that code is run.
 
     Args:
-        request: The request.
+        request: The network.
+        offline: Download nothing.
         notify: Called with what is being done.
         note: Called with what the user should know.
 
     Raises:
-        DclsConvertError: The model or the weights cannot be loaded, or do not fit each other.
+        DclsConvertError: The model or the weights cannot be read, or do not fit each other.
     """
-    for sentence in options_without_effect(request):
-        note(sentence)
-    source = _stated_source(request)
-    structure = _structure(request, source)
-    weights = None
-    if request.weights is not None:
-        weights = _read_weights(request, structure, notify, note)
-        classes = _classes_of_weights(request, source, structure, weights)
-        if classes is not None and source is not None:
-            note(
-                f"{weights.where}: has {classes:,} classes, so the model is built with that many; "
-                "state a number of classes if you want a new classifier"
-            )
-            source = replace(source, args={**source.args, "num_classes": classes})
-            structure = _structure(request, source)
-    source_in_checkpoint = source
-    if source is None or source.kind in OTHER_TIMM_KINDS:
-        source_in_checkpoint = stated_source(structure)
-    inputs = inputs_of(structure, request.input_size, request.example_inputs)
-    if inputs is None and source_in_checkpoint is not None:
-        inputs = assumed_inputs(source_in_checkpoint, structure)
-    notify("finding convolutions")
-    return LoadedNetwork(
-        request=request,
-        source=source,
-        source_in_checkpoint=source_in_checkpoint,
-        structure=structure,
-        convs=find_convs_for(structure, inputs),
-        weights=weights,
+    network: Network
+    if isinstance(request.model, nn.Module):
+        network = InMemory(structure=request.model, name=type(request.model).__name__)
+    else:
+        network = _open_named(request, _stated_source(request, request.model), offline=offline)
+    if request.weights is None:
+        return network, None
+    weights = read_request_weights(request, network.structure, notify, note)
+    classes = classes_of_weights(request, network.structure, weights)
+    if classes is None:
+        return network, weights
+    if not isinstance(network, FromLibrary):
+        raise CheckpointError(
+            f"{weights.where}: its classifier is for another number of classes than the model's; "
+            f"build the model with {classes} classes"
+        )
+    note(
+        f"{weights.where}: has {classes:,} classes, so the model is built with that many; "
+        "state a number of classes if you want a new classifier"
     )
+    built_by = replace(network.built_by, args={**network.built_by.args, "num_classes": classes})
+    return _open_named(request, built_by, offline=offline), weights
 
 
-def _stated_source(request: ConversionRequest) -> ModelSource | None:
-    if not isinstance(request.model, str):
-        return None
+def _stated_source(request: NetworkRequest, name: str) -> ModelSource:
     source = resolve_model(
-        request.model,
+        name,
         num_classes=request.num_classes,
         in_chans=request.in_chans,
         model_kwargs=request.model_kwargs,
         pretrained=request.pretrained,
     )
     if source.is_from_registry:
-        check_source(source)  # or the checkpoint could not be loaded
+        check_source(source)  # or the folder could not be loaded
     return source
 
 
-def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Module:
-    if source is None:
-        assert not isinstance(request.model, str)
-        return request.model
-    build = functools.partial(
-        build_model, source, seed=request.seed, offline=request.dry_run, trust_code=True
-    )
-    if source.kind in LIBRARY_KINDS:
-        structure = build(device="meta")
-        if is_library_code(structure):
-            return structure
-    # Built with values, because the network is measured: one of the user's own code, or one of timm
-    # that returns features by hooks.
-    return build()
+def _open_named(
+    request: NetworkRequest, source: ModelSource, *, offline: bool
+) -> FromUserCode | FromLibrary:
+    """Build the structure: on meta, or with values, because the network is measured.
 
-
-def _read_weights(
-    request: ConversionRequest, structure: nn.Module, notify: Notify, note: Note
-) -> RequestWeights:
-    assert request.weights is not None
-    notify("reading weights")
-    where = f"checkpoint {request.weights}"
-    if isinstance(request.weights, Mapping):
-        where = "the state dict"
-    state = read_weights(request.weights, key=request.checkpoint_key, note=note)
-    entries = rename_to_model(structure, state, where=where, note=note)
-    new_classifier: list[str] = []
-    if request.num_classes is not None:
-        new_classifier = differing_classifier(structure, entries)
-        _note_new_classifier(structure, new_classifier, note)
-    for name in new_classifier:
-        entries.pop(name, None)
-    elements, others = split_authors_elements(entries)
-    return RequestWeights(
-        where=where, elements=elements, entries=others, new_classifier=new_classifier
-    )
-
-
-def _note_new_classifier(structure: nn.Module, names: Collection[str], note: Note) -> None:
-    """Note which of a classifier's tensors are new, and which in the file are unused."""
-    own_names = structure.state_dict().keys()
-    new = [name for name in names if name in own_names]
-    unused = [name for name in names if name not in own_names]
-    if new:
-        note(f"no weights fit the classifier, which starts from random values: {short_list(new)}")
-    if unused:
-        note(f"the classifier in the weights is left out: {short_list(unused)}")
-
-
-def _classes_of_weights(
-    request: ConversionRequest,
-    source: ModelSource | None,
-    structure: nn.Module,
-    weights: RequestWeights,
-) -> int | None:
-    """Return the weights' number of classes, if it differs from the model's and none is stated.
-
-    Raises:
-        CheckpointError: The numbers differ, but the model is in memory or built by the user's own
-            code, so it cannot be rebuilt with another number. Or the classifiers have other names.
+    Measured are networks of the user's own code, and those of timm that return features by hooks.
     """
-    if request.num_classes is not None:
-        return None
-    own_names = structure.state_dict().keys()
-    differing = sorted((own_names ^ weights.entries.keys()) - alias_names(structure).keys())
-    prefixes = classifier_prefixes(structure)
-    if differing and all(name.startswith(prefixes) for name in differing):
-        raise CheckpointError(
-            f"{weights.where}: its classifier has other tensors than the model's: "
-            f"{short_list(differing)}; state the number of classes for a new one, or 0 for none"
+
+    def build(device: str) -> nn.Module:
+        return build_model(
+            source, device=device, seed=request.seed, offline=offline, trust_code=True
         )
-    classes = differing_num_classes(structure, weights.entries)
-    if classes is not None and (source is None or source.kind not in LIBRARY_KINDS):
-        raise CheckpointError(
-            f"{weights.where}: its classifier is for another number of classes than the model's; "
-            f"build the model with {classes} classes"
-        )
-    return classes
 
-
-def build_network(loaded: LoadedNetwork, *, notify: Notify = ignore_messages) -> nn.Module:
-    """Return the network with its values: the model in memory itself, or a new one.
-
-    Weights with elements of the authors' layers are not loaded.
-
-    Raises:
-        CheckpointError: The weights do not fit.
-        ModelError: The model cannot be built.
-    """
-    request = loaded.request
-    source = loaded.source
-    if source is None:
-        return loaded.structure
-    weights = loaded.weights
-    if loaded.authors_weights is not None:
-        weights = None
     if source.kind not in LIBRARY_KINDS:
-        network = loaded.structure
-        if weights is not None:
-            load_weights_(network, weights.entries, weights.where, optional=weights.new_classifier)
-    elif weights is not None:
-        notify("building")
-        network = build_and_load(
-            source,
-            weights.entries,
-            weights.where,
-            seed=request.seed,
-            optional=weights.new_classifier,
-        )
-    else:
-        notify("building with pretrained weights" if request.pretrained else "building")
-        network = build_model(
-            source, pretrained=request.pretrained, seed=request.seed, trust_code=True
-        )
-    if not request.pretrained:
-        # The weights are not timm's, whose tag, licence and address its config states.
-        replace_stated_cfg_(network, {})
-    if request.device is not None:
-        network = network.to(request.device)
-    return network
+        return FromUserCode(request=request, built_by=source, structure=build("cpu"))
+    structure = build("meta")
+    if not is_library_code(structure):
+        structure = build("cpu")
+    return FromLibrary(request=request, built_by=source, structure=structure)
+
+
+def find_convs_of(network: Network, request: NetworkRequest) -> ModelConvs:
+    """Return the network's convolutions, with sizes, MACs, and what was measured of them."""
+    inputs = inputs_of(network.structure, request.input_size, request.example_inputs)
+    if inputs is None and network.source is not None:
+        inputs = assumed_inputs(network.source, network.structure)
+    return find_convs_for(network.structure, inputs)

@@ -15,33 +15,33 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..planning.plan_options import PlanOptions
 from ..text import printable
-from .request import ConversionRequest
+from .request import ConversionRequest, NetworkRequest
 
 # On a converted model; copies and pickles keep it.
 PROVENANCE_ATTRIBUTE = "dcls_provenance"
 # Fields of a request that the record has elsewhere: in entries of their own, or field by field.
-RECORDED_APART = ("model", "command", "seed", "weights", "pretrained", "options")
-WITHOUT_EFFECT = ("needs_authors_elements", "dry_run")  # on the result
+RECORDED_APART = ("model", "seed", "weights", "pretrained")
+WITHOUT_EFFECT = ("needs_authors_elements",)  # on the result
 # Options that name a file, or are in memory.
-FILE_OPTIONS = ("rules", "calibration", "held_out", "plan_folder", "example_inputs")
+FILE_OPTIONS = ("rules", "calibration", "held_out", "example_inputs")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
 
 
 def describe_conversion(request: ConversionRequest) -> dict[str, Any]:
     """Return the record of a conversion."""
     weights = "random"
-    if isinstance(request.weights, Path):
-        weights = request.weights.name
-    elif request.pretrained:
+    network = request.network
+    if isinstance(network.weights, Path):
+        weights = network.weights.name
+    elif network.pretrained:
         weights = "pretrained"
-    elif request.trained:
+    elif network.trained:
         weights = IN_MEMORY
     return {
         "command": request.command,
-        "request": {"model": _model_name(request), **_stated_options(request)},
-        "seed": request.seed,
+        "request": {"model": _model_name(network), **_stated_options(request)},
+        "seed": network.seed,
         "weights": weights,
         "versions": {
             "dcls-convert": __version__,
@@ -51,7 +51,7 @@ def describe_conversion(request: ConversionRequest) -> dict[str, Any]:
     }
 
 
-def _model_name(request: ConversionRequest) -> str:
+def _model_name(request: NetworkRequest) -> str:
     """Return the model as the user named it, without folders; for one in memory, its class."""
     if not isinstance(request.model, str):
         return type(request.model).__name__
@@ -63,8 +63,7 @@ def _model_name(request: ConversionRequest) -> str:
 def _stated_options(request: ConversionRequest) -> dict[str, Any]:
     """Return the options that differ from their defaults, as JSON values."""
     stated: dict[str, Any] = {}
-    records: tuple[ConversionRequest | PlanOptions, ...] = (request.options, request)
-    for record in records:
+    for record in (request.options, request.network, request.start):
         for option in fields(record):
             value = getattr(record, option.name)
             if option.name in RECORDED_APART + WITHOUT_EFFECT or value is None:
@@ -72,6 +71,8 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
             value = _plain_value(option.name, value)
             if value != option.default:
                 stated[option.name] = value
+    if request.plan_folder is not None:
+        stated["plan_folder"] = request.plan_folder.name
     return stated
 
 

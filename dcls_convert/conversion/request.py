@@ -1,13 +1,15 @@
-"""The request for one conversion, as plain values, and a check that its options do not conflict.
+"""What a conversion is asked for, from the command line or from Python, in three parts.
 
-`RequestWeights` holds the weights that a request names, once they are read.
+`NetworkRequest` says which network and weights, `PlanOptions` what to plan, and `StartRequest` how
+the new layers start. Together they are a `ConversionRequest`, which resolves "auto" where the
+request alone decides; where the network does, the planner resolves it.
 
 Nothing is read or built here, and nothing heavy is imported, so that the command line refuses
 conflicting options at once.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -36,15 +38,16 @@ if TYPE_CHECKING:
     from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
+ELEMENTS = "elements"  # a start beside those of `Init`: the elements that the weights have
 NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionRequest:
-    """Which network is converted, from which weights, and how.
+class NetworkRequest:
+    """Which network is converted, with which weights, and what it takes.
 
     Raises:
-        PlanError: Options contradict each other.
+        PlanError: Values contradict each other, or the seed is out of bounds.
     """
 
     # A module in memory with its weights, or a MODEL of the command line ("timm:convnext_tiny").
@@ -58,10 +61,36 @@ class ConversionRequest:
     weights: "Mapping[str, Tensor] | Path | None" = None
     # Which state dict of `weights`, such as "ema", or which names in it, such as "encoder_q".
     checkpoint_key: str | None = None
-    options: PlanOptions = field(default_factory=PlanOptions)
     # (channels, *spatial) at which MACs are counted; None for the size that the model states.
     input_size: Sequence[int] | None = None
     example_inputs: "ExampleInputs | None" = None  # for a network that takes anything but images
+    seed: int = 0  # of all random values: the network's, and those of new layers
+    device: str | None = None  # where a named model is fitted and compared; None for the CPU
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "input_size"):
+            object.__setattr__(self, name, plain_numbers(getattr(self, name)))
+        if self.pretrained and self.weights is not None:
+            raise PlanError("pretrained weights and a checkpoint exclude each other")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral):
+            raise PlanError(f"seed {shortened(repr(self.seed))} must be an integer")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise PlanError(f"seed {self.seed} must be from 0 to {MAX_SEED}")
+
+    @property
+    def trained(self) -> bool:
+        """Whether the network has trained weights; one in memory is assumed to have them."""
+        return not isinstance(self.model, str) or self.pretrained or self.weights is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRequest:
+    """How the new layers start.
+
+    Raises:
+        PlanError: A name is not known, or values contradict each other.
+    """
+
     init: Init = "auto"  # "fit" if the kernels are trained, else "random"
     positions: Positions = "normal"  # for the start "random"
     calibration: "Images | Calibration | None" = None  # for the start "fit"
@@ -72,31 +101,58 @@ class ConversionRequest:
     # Normalisation of the images in the calibration's folder; None for what the model states.
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] | None = None
-    needs_authors_elements: bool = False  # whether `weights` must have elements of their layers
-    authors_version: AuthorsVersion | None = None  # of the authors' layers in `weights`
-    seed: int = 0
+    needs_authors_elements: bool = False  # whether the weights must have elements of their layers
+    authors_version: AuthorsVersion | None = None  # of the authors' layers in the weights
+
+    def __post_init__(self) -> None:
+        check_choice("version", self.authors_version, (None, *get_args(AuthorsVersion)))
+        check_choice("init", self.init, INITS)
+        check_choice("positions", self.positions, POSITIONS)
+        if self.calibration is not None and (self.mean is None) != (self.std is None):
+            raise PlanError("calibration: give mean and std, or neither")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionRequest:
+    """What is converted, and how.
+
+    Raises:
+        PlanError: Options contradict each other.
+    """
+
+    network: NetworkRequest
+    options: PlanOptions = field(default_factory=PlanOptions)
+    start: StartRequest = field(default_factory=StartRequest)
     # Checkpoint folder whose plan is carried out, for the records; None for a new plan.
     plan_folder: Path | None = None
     dry_run: bool = False  # nothing is downloaded, and the network is not built with its weights
     command: str | None = None  # the command line as typed; None from Python
-    device: str | None = None  # where a named model is fitted and compared; None for the CPU
 
     def __post_init__(self) -> None:
-        for name in ("seed", "input_size"):
-            object.__setattr__(self, name, plain_numbers(getattr(self, name)))
         _refuse_conflicts(self)
 
     @property
-    def trained(self) -> bool:
-        """Whether the network has trained weights; one in memory is assumed to have them."""
-        return not isinstance(self.model, str) or self.pretrained or self.weights is not None
+    def init(self) -> Init:
+        """The start's `init`, with "auto" resolved."""
+        if self.start.init != AUTO:
+            return self.start.init
+        return "fit" if self.network.trained else "random"
 
     @property
-    def start(self) -> Init:
-        """`init`, with "auto" resolved."""
-        if self.init != AUTO:
-            return self.init
-        return "fit" if self.trained else "random"
+    def counts_follow_errors(self) -> bool:
+        """Whether the layers' errors decide the counts that no rule states: scope "error"."""
+        if self.options.kernel_count != AUTO:
+            return False
+        if self.options.scope == AUTO:
+            return self.start.calibration is not None
+        return self.options.scope == ERROR_SCOPE
+
+    @property
+    def plan_options(self) -> PlanOptions:
+        """The planning options; an exact start needs exact counts."""
+        if self.init == EXACT:
+            return replace(self.options, kernel_count=EXACT)
+        return self.options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +160,7 @@ class RequestWeights:
     """The weights that a request states, under the names of its network's tensors."""
 
     where: str  # their name in messages
-    # Elements of the authors' layers, if there are any, by layer name and kind: see `authors.py`.
+    # Elements of the authors' layers, if there are any, by layer name and entry: see `authors.py`.
     elements: "Mapping[str, Mapping[str, Tensor]]"
     entries: "Mapping[str, Tensor]"  # all other tensors
     # Names of the tensors of a new classifier, which `entries` lacks.
@@ -114,21 +170,22 @@ class RequestWeights:
 def options_without_effect(request: ConversionRequest) -> list[str]:
     """Return a sentence for each stated option that has no effect beside the others."""
     sentences = []
-    if request.weights is None:
-        if request.checkpoint_key is not None:
+    start = request.start
+    if request.network.weights is None:
+        if request.network.checkpoint_key is not None:
             sentences.append("the checkpoint key has no effect without a checkpoint")
-        if request.authors_version is not None:
+        if start.authors_version is not None:
             sentences.append("the authors' version has no effect without a checkpoint")
-    if request.positions != "normal" and request.start != "random":
+    if start.positions != "normal" and request.init != "random":
         sentences.append(
-            f"positions {request.positions!r} have no effect: they are for init 'random'"
+            f"positions {start.positions!r} have no effect: they are for init 'random'"
         )
-    if request.calibration is None:
+    if start.calibration is None:
         for_calibration = {
-            "held_out": request.held_out,
-            "the number of images": request.most_images,
-            "mean": request.mean,
-            "std": request.std,
+            "held_out": start.held_out,
+            "the number of images": start.most_images,
+            "mean": start.mean,
+            "std": start.std,
         }
         for name, value in for_calibration.items():
             if value is not None:
@@ -137,42 +194,32 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
 
 
 def _refuse_conflicts(request: ConversionRequest) -> None:
-    """Refuse (PlanError) options that contradict each other, and a seed out of bounds."""
+    """Refuse (PlanError) options that contradict each other."""
     options = request.options
-    if request.pretrained and request.weights is not None:
-        raise PlanError("pretrained weights and a checkpoint exclude each other")
+    network = request.network
     if request.plan_folder is not None and (
-        options != PlanOptions() or request.input_size is not None
+        options != PlanOptions() or network.input_size is not None
     ):
         raise PlanError("a plan is applied unchanged; omit the planning options")
-    if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
-        raise PlanError(f"seed {shortened(repr(request.seed))} must be an integer")
-    if not 0 <= request.seed <= MAX_SEED:
-        raise PlanError(f"seed {request.seed} must be from 0 to {MAX_SEED}")
-    check_choice("version", request.authors_version, (None, *get_args(AuthorsVersion)))
-    check_choice("init", request.init, INITS)
-    check_choice("positions", request.positions, POSITIONS)
     stated = options_that_decide_counts(options)
     if request.init == EXACT and options.kernel_count != EXACT and stated:
         raise PlanError(
             "an exact start takes an element for each cell of the old kernels: "
             f"omit {join_with_and(stated)}"
         )
-    if request.init in ("fit", "largest") and not request.trained:
+    if request.start.init in ("fit", "largest") and not network.trained:
         raise PlanError(f"init {request.init!r} {NEEDS_WEIGHTS}")
     for_fits = {
         f"scope {ERROR_SCOPE!r}": options.scope == ERROR_SCOPE,
-        "calibration": request.calibration is not None,
+        "calibration": request.start.calibration is not None,
     }
     for name, is_stated in for_fits.items():
-        if is_stated and not request.trained:
+        if is_stated and not network.trained:
             raise PlanError(f"{name} {NEEDS_WEIGHTS}")
-        if is_stated and request.start != "fit":
-            raise PlanError(f"{name} is for init 'fit', not for {request.start!r}")
+        if is_stated and request.init != "fit":
+            raise PlanError(f"{name} is for init 'fit', not for {request.init!r}")
         if is_stated and request.dry_run:
             raise PlanError(f"{name} needs kernels and images, and a dry run reads neither")
-    if request.calibration is not None and (request.mean is None) != (request.std is None):
-        raise PlanError("calibration: give mean and std, or neither")
 
 
 def options_that_decide_counts(options: PlanOptions) -> list[str]:

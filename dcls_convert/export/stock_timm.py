@@ -52,7 +52,7 @@ def write_timm_folder(folded: FoldedModel) -> ExportReport:
                 f"{folded.checkpoint.folder} is folded already, and {reason}"
             ) from reason
         folded.notify(f"writing {folded.output}, a dcls-convert checkpoint")
-        save_just_converted(model, plan, folded.output, report=report, force=folded.force)
+        save_just_converted(model, folded.output, report=report, force=folded.force)
         return folded.report("dcls", 0.0, loading_code(plan.model), note=str(reason))
 
 

@@ -50,6 +50,11 @@ def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:
     vars(model).update(pretrained_cfg=config, default_cfg=config)
 
 
+def forget_origin_(model: nn.Module) -> None:
+    """Remove from the model's config what it says of its weights, which are no longer timm's."""
+    replace_stated_cfg_(model, {})
+
+
 def replace_stated_cfg_(model: nn.Module, stated: Mapping[str, Any]) -> None:
     """Replace entries of the model's config, if it has one, and all that it says of its origin.
 

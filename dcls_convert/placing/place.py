@@ -12,22 +12,27 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..geometry import all_new_cells
-from ..layers.conv_classes import CONV_CLASSES, Conv, settings_of, why_not_replaceable
+from ..layers.conv_classes import (
+    CONV_CLASSES,
+    Conv,
+    settings_of,
+    traits_of,
+    why_not_replaceable,
+)
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.position_parameters import exclude_from_weight_decay_
 from ..networks.source import TIMM_ARCHITECTURE
 from ..networks.timm_notes import set_pretrained_cfg_
 from ..planning.layer_plan import LayerPlan, position_groups
-from ..planning.plan import ConversionPlan
+from ..planning.plan import ConversionPlan, DraftPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LayerGroup:
-    """New layers that share positions, or a single layer, and the convolutions to replace."""
+class ConvGroup:
+    """Convolutions whose layers will share positions, or a single one."""
 
-    layer_plans: tuple[LayerPlan, ...]
+    layer_plans: tuple[LayerPlan, ...]  # of a draft, without counts
     convs: tuple[Conv, ...]
-    layers: tuple[DclsConvNd, ...]  # all but the first are tied to the first
 
     @property
     def title(self) -> str:
@@ -42,10 +47,33 @@ class LayerGroup:
 
         They differ from the weights if a convolution standardises its weights.
         """
-        kernels = []
-        for conv, layer in zip(self.convs, self.layers, strict=True):
-            kernels.append(layer.traits.effective_weight(conv, conv.weight.detach()))
-        return kernels
+        return [traits_of(conv).effective_weight(conv, conv.weight.detach()) for conv in self.convs]
+
+    def structures(self) -> list[DclsConvNd]:
+        """Return layers of one element, without values: they tell how the new ones pad their input.
+
+        This does not depend on the number of elements.
+        """
+        structures = []
+        for plan, conv in zip(self.layer_plans, self.convs, strict=True):
+            structures.append(
+                DCLS_LAYERS[plan.dims].on_meta(
+                    settings_of(conv),
+                    1,
+                    plan.dilated_size,
+                    plan.interpolation,
+                    plan.dense_axes,
+                    plan.grow,
+                )
+            )
+        return structures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerGroup(ConvGroup):
+    """New layers that share positions, or a single layer, and the convolutions to replace."""
+
+    layers: tuple[DclsConvNd, ...]  # all but the first are tied to the first
 
     def kernel_errors(self) -> dict[str, float]:
         """Return |new - old| / |old| of the kernels as they are convolved, by layer name.
@@ -74,8 +102,8 @@ class LayerGroup:
         return errors
 
 
-def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
-    """Make all new layers of the plan, without values, and not in the model yet.
+def find_groups(model: nn.Module, plan: DraftPlan) -> list[ConvGroup]:
+    """Return the convolutions that the plan replaces, by the positions that their layers share.
 
     Raises:
         PlanError: The model does not have the plan's convolutions, or one of them cannot be
@@ -85,10 +113,24 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
     groups = []
     for plans in position_groups(plan.layers):
         convs = tuple(conv_of[layer_plan.name] for layer_plan in plans)
-        first, *others = map(_make_layer, plans, convs)
+        groups.append(ConvGroup(layer_plans=tuple(plans), convs=convs))
+    return groups
+
+
+def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
+    """Make all new layers of the plan, without values, and not in the model yet.
+
+    Raises:
+        PlanError: See `find_groups`.
+    """
+    groups = []
+    for group in find_groups(model, plan):
+        first, *others = map(_make_layer, group.layer_plans, group.convs)
         for layer in others:
             layer.tie_(first)
-        groups.append(LayerGroup(layer_plans=tuple(plans), convs=convs, layers=(first, *others)))
+        groups.append(
+            LayerGroup(layer_plans=group.layer_plans, convs=group.convs, layers=(first, *others))
+        )
     return tuple(groups)
 
 
@@ -104,7 +146,7 @@ def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
     )
 
 
-def find_planned_convs(model: nn.Module, plan: ConversionPlan) -> dict[str, Conv]:
+def find_planned_convs(model: nn.Module, plan: DraftPlan) -> dict[str, Conv]:
     """Return the convolutions that the plan replaces, by the names of its layers.
 
     Raises:

@@ -33,9 +33,9 @@ def choose_rules(
         return load_rules(stated)
     for name in AUTO_RULES:
         rules = load_rules(name)
-        rule_of, _ = match_rules(rules, sites)
-        if rule_of:
-            return rules
+        for site in sites:
+            if any(rule.match.mismatch(site) is None for rule in rules.rules):
+                return rules
     return load_rules("conv3x3")
 
 

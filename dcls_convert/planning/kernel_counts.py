@@ -1,4 +1,4 @@
-"""Kernel counts: the largest that a parameter budget has room for, or those of given elements.
+"""Kernel counts: the largest that a parameter budget has room for.
 
 In the paper, a count is the largest that uses no more parameters than the replaced weights
 (section 3). One more element per kernel costs a weight for each kernel line of each layer, and
@@ -6,14 +6,12 @@ coordinates for each kernel line of each tie group. `layers/elements.py` defines
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..errors import PlanError
-from ..networks.sites import Skipped
 from ..records import JsonFraction
-from ..text import shortened
 from .layer_plan import LayerPlan, position_groups
 
 UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
@@ -30,23 +28,17 @@ class PlanBudget:
     used: int  # parameters: weights of the elements, and positions
 
 
-def solve_counts(
-    drafts: Sequence[LayerPlan], share: Fraction
-) -> tuple[tuple[LayerPlan, ...], PlanBudget]:
-    """Give the UNSOLVED layers one count: the largest that the budget has room for.
+def budget_limit(layers: Sequence[LayerPlan], share: Fraction) -> int:
+    """Return the parameters that new layers may use: a share of the weights that they replace."""
+    return math.floor(share * sum(layer.dense_weights for layer in layers))
 
-    It is at most the number of cells of their smallest window.
 
-    Args:
-        drafts: Layers with a stated count, or UNSOLVED.
-        share: Number of new parameters, as a share of the replaced weights.
-
-    Returns:
-        The layers with their counts, in the order of `drafts`; and the budget.
+def check_counts(drafts: Sequence[LayerPlan], share: Fraction) -> None:
+    """Refuse counts that cannot be.
 
     Raises:
         PlanError: A stated count is more than the cells of its window, or the budget has no room
-            for one element.
+            for one element in each kernel without a stated count.
     """
     for draft in drafts:
         if draft.kernel_count > draft.cells:
@@ -54,25 +46,50 @@ def solve_counts(
                 f"{draft.name}: kernel count {draft.kernel_count} is more than "
                 f"the {draft.cells} cells of its window; use {draft.cells} or fewer"
             )
-    replaced_weights = sum(layer.dense_weights for layer in drafts)
-    limit = math.floor(share * replaced_weights)
+    is_solved = all(draft.kernel_count != UNSOLVED for draft in drafts)
+    if not is_solved and largest_count(drafts, share) < 1:
+        raise PlanError(_no_room_message(drafts, share))
+
+
+def largest_count(drafts: Sequence[LayerPlan], share: Fraction) -> int:
+    """Return the largest count for all UNSOLVED layers that the budget has room for.
+
+    It is at most the number of cells of their smallest window.
+    """
     unsolved = [layer for layer in drafts if layer.kernel_count == UNSOLVED]
+    return min(math.floor(_exact_count(drafts, share)), min(layer.cells for layer in unsolved))
+
+
+def _exact_count(drafts: Sequence[LayerPlan], share: Fraction) -> Fraction:
+    """Return the unrounded count of the UNSOLVED layers that would use the whole budget."""
+    unsolved = [layer for layer in drafts if layer.kernel_count == UNSOLVED]
+    left = budget_limit(drafts, share) - _params(drafts)
+    return Fraction(left, _params(_with_unsolved_counted(unsolved, 1)))
+
+
+def solve_counts(
+    drafts: Sequence[LayerPlan], share: Fraction
+) -> tuple[tuple[LayerPlan, ...], PlanBudget]:
+    """Give the UNSOLVED layers one count: the largest that the budget has room for.
+
+    Args:
+        drafts: Layers that `check_counts` accepts.
+        share: Number of new parameters, as a share of the replaced weights.
+
+    Returns:
+        The layers with their counts, in the order of `drafts`; and the budget.
+    """
+    limit = budget_limit(drafts, share)
     layers = list(drafts)
-    if unsolved:
-        params_per_element = Fraction(_params(_with_unsolved_counted(unsolved, 1)))
-        exact = (limit - _params(drafts)) / params_per_element
-        min_cells = min(layer.cells for layer in unsolved)
-        count = min(math.floor(exact), min_cells)
-        if count < 1:
-            raise PlanError(_no_room_message(drafts, share, replaced_weights))
-        layers = _with_unsolved_counted(drafts, count)
+    if any(layer.kernel_count == UNSOLVED for layer in drafts):
+        exact = _exact_count(drafts, share)
+        layers = _with_unsolved_counted(drafts, largest_count(drafts, share))
     else:
         count = drafts[0].kernel_count
-        params_per_element = Fraction(_params(drafts), count)  # of one element in every kernel
-        exact = limit / params_per_element
+        exact = limit / Fraction(_params(drafts), count)  # by the parameters of one element
     has_one_count = len({layer.kernel_count for layer in layers}) == 1
     budget = PlanBudget(
-        kernel_count=count if has_one_count else None,
+        kernel_count=layers[0].kernel_count if has_one_count else None,
         exact_count=exact if has_one_count else None,
         limit=limit,
         used=_params(layers),
@@ -80,10 +97,10 @@ def solve_counts(
     return tuple(layers), budget
 
 
-def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction, replaced_weights: int) -> str:
+def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction) -> str:
     """Return the error message for a budget that has no room for one element."""
     min_params = _params(_with_unsolved_counted(drafts, 1))
-    min_share = Fraction(min_params, replaced_weights)
+    min_share = Fraction(min_params, budget_limit(drafts, Fraction(1)))
     min_percent = math.ceil(min_share * 10_000) / 100  # rounded up
     min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
     percent = float(share * 100)
@@ -115,42 +132,3 @@ def _params(layers: Sequence[LayerPlan]) -> int:
         for layer in group:
             params += layer.lines * layer.kernel_count
     return params
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCounts:
-    """Kernel counts of elements that exist already, for all layers to convert."""
-
-    source: str  # "checkpoint weights.pth", for messages
-    counts: Mapping[str, int]  # by any of the layer's names
-
-
-def with_known_counts(
-    drafts: Sequence[LayerPlan], known: LayerCounts, skipped: Sequence[Skipped]
-) -> list[LayerPlan]:
-    """Return the drafts with the kernel counts of elements that exist already.
-
-    Raises:
-        PlanError: There are elements for other layers, or a rule states another count.
-    """
-    planned: set[str] = set()
-    for draft in drafts:
-        planned.update(draft.names)
-    unplanned = [name for name in known.counts if name not in planned]
-    if unplanned:
-        reason_of = {skip.name: skip.reason for skip in skipped}
-        raise PlanError(
-            f"{known.source}: has elements for {shortened(unplanned[0])}, which would not be "
-            f"converted: {reason_of.get(unplanned[0], 'the model has no such convolution')}"
-        )
-    counted = []
-    for draft in drafts:
-        known_counts = [known.counts[name] for name in draft.names if name in known.counts]
-        count = known_counts[0] if known_counts else draft.kernel_count
-        if draft.kernel_count not in (UNSOLVED, count):
-            raise PlanError(
-                f"{known.source}: {draft.name} has {count} elements in a kernel, "
-                f"but rule {draft.rule!r} states {draft.kernel_count}"
-            )
-        counted.append(replace(draft, kernel_count=count))
-    return counted

@@ -1,8 +1,8 @@
-"""A conversion plan as data: what replaces what, and what is tied; to and from JSON."""
+"""A conversion plan as data, and its draft: what replaces what, and what is tied."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -11,7 +11,7 @@ from ..errors import CheckpointError, PlanError
 from ..geometry import Direction, size_text
 from ..networks.sites import Skipped
 from ..networks.source import ModelSource
-from ..options import Scope, Tie
+from ..options import ERROR_SCOPE, Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..running.input_spec import InputSpec, check_inputs, checked_input_size, image_inputs
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
@@ -24,8 +24,8 @@ PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)  # no slots: `super()` would not find the class
-class ConversionPlan(Record):
-    """Everything that the conversion decides; enough to rebuild the converted model."""
+class DraftPlan(Record):
+    """A plan but for the kernel counts: which layers there are, their windows, and what is tied."""
 
     __pydantic_config__ = STRICT
 
@@ -37,18 +37,16 @@ class ConversionPlan(Record):
     input_size: tuple[int, ...] | None  # (channels, *spatial) of one image
     rules: str  # file or name
     rules_text: str  # the rules as they were given
-    scope: Scope
     tie: Tie
     share: JsonFraction  # number of new parameters allowed, as a share of the replaced weights
     layers: Annotated[tuple[LayerPlan, ...], Field(min_length=1)]
     skipped: tuple[Skipped, ...]
-    budget: PlanBudget
     params: int  # of the whole model, before
     macs: int | None  # of the whole model, before
     macs_note: str | None
     stages_from: str
     # Whether the layers are replaced by plain convolutions with their constructed kernels.
-    folded: bool
+    folded: bool = False
     # What forward takes, if it is anything else than one image of normal values.
     example_inputs: InputSpec | None = None
     not_measured: str | None = None  # see `ModelConvs`
@@ -57,6 +55,87 @@ class ConversionPlan(Record):
     overruled: tuple[str, ...] = ()
     # To which side alone outputs look, as measured; None if to both, or if it was not measured.
     outputs_look: Direction | None = None
+
+    def __post_init__(self) -> None:
+        """Tell each layer what the plan alone knows: who owns its positions, and if it is folded.
+
+        Layers that the planner tied know their owners already; those from a file do not.
+        """
+        owner_of: dict[str, str] = {}
+        for first, *others in position_groups(self.layers):
+            for layer in others:
+                owner_of[layer.name] = first.name
+        layers = []
+        for layer in self.layers:
+            owner = owner_of.get(layer.name)
+            if layer.owner != owner or layer.folded != self.folded:
+                layer = replace(layer, owner=owner, folded=self.folded)
+            layers.append(layer)
+        object.__setattr__(self, "layers", tuple(layers))
+
+    def with_counts(self, chosen: Mapping[str, int] | None = None) -> "ConversionPlan":
+        """Return the plan, with a kernel count for each layer that has none yet.
+
+        Args:
+            chosen: Counts that follow errors, by the names of these layers. Without them, all get
+                one count, the largest that the budget has room for.
+        """
+        decided = {option.name: getattr(self, option.name) for option in fields(DraftPlan)}
+        layers = []
+        for layer in self.layers:
+            if chosen is not None and layer.name in chosen:
+                layer = replace(layer, kernel_count=chosen[layer.name])
+            layers.append(layer)
+        decided["layers"], budget = solve_counts(layers, self.share)
+        scope: Scope = "model" if chosen is None else ERROR_SCOPE
+        return ConversionPlan(**decided, scope=scope, budget=budget)
+
+    @property
+    def source(self) -> ModelSource | None:
+        """What builds the unconverted model; None if only its user can."""
+        if self.model is None:
+            return None
+        return ModelSource(name=self.model, args=self.model_args)
+
+    @property
+    def inputs(self) -> InputSpec | None:
+        """What forward takes; None if not known."""
+        if self.example_inputs is None and self.input_size is not None:
+            return image_inputs(self.input_size)
+        return self.example_inputs
+
+    @property
+    def dilated_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The windows of the layers: distinct values, sorted."""
+        return tuple(sorted({layer.dilated_size for layer in self.layers}))
+
+    @property
+    def growth_of_mixed_kernels(self) -> int | None:
+        """Cells that each window adds to its kernel's extent, if kernels have several extents.
+
+        None if all kernels have one extent, because the window's size then says the same, or if
+        windows grow by different amounts.
+        """
+        extents: set[int] = set()
+        growths: set[int] = set()
+        for layer in self.layers:
+            extents.update(layer.learnt_extents)
+            growths.update(layer.growths)
+        if len(extents) == 1 or len(growths) > 1:
+            return None
+        return growths.pop()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ConversionPlan(DraftPlan):
+    """Everything that the conversion decides; enough to rebuild the converted model."""
+
+    scope: Scope
+    budget: PlanBudget
+
+    def with_counts(self, chosen: Mapping[str, int] | None = None) -> "ConversionPlan":
+        """Return the plan itself: all its layers have their counts."""
+        return self
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
@@ -122,6 +201,17 @@ class ConversionPlan(Record):
             layers.append(replace(layer, tie_group=None) if layer.name == name else layer)
         return self.with_layers(layers)
 
+    def with_errors(
+        self, kernel_errors: Mapping[str, float], output_errors: Mapping[str, float]
+    ) -> "ConversionPlan":
+        """Return the plan; its layers have the errors, by their names, that the start left."""
+        layers = []
+        for layer in self.layers:
+            kernel_error = kernel_errors.get(layer.name)
+            output_error = output_errors.get(layer.name)
+            layers.append(replace(layer, fit_error=kernel_error, output_error=output_error))
+        return replace(self, layers=tuple(layers))
+
     def with_layers(self, layers: Sequence[LayerPlan]) -> "ConversionPlan":
         """Return the plan with these of its layers alone, and their budget.
 
@@ -154,55 +244,10 @@ class ConversionPlan(Record):
             "predict_report(plan) shows the costs."
         )
 
-    def __post_init__(self) -> None:
-        owner_of: dict[str, str] = {}
-        for first, *others in position_groups(self.layers):
-            for layer in others:
-                owner_of[layer.name] = first.name
-        layers = []
-        for layer in self.layers:
-            layers.append(replace(layer, owner=owner_of.get(layer.name), folded=self.folded))
-        object.__setattr__(self, "layers", tuple(layers))
-
-    @property
-    def source(self) -> ModelSource | None:
-        """What builds the unconverted model; None if only its user can."""
-        if self.model is None:
-            return None
-        return ModelSource(name=self.model, args=self.model_args)
-
-    @property
-    def inputs(self) -> InputSpec | None:
-        """What forward takes; None if not known."""
-        if self.example_inputs is None and self.input_size is not None:
-            return image_inputs(self.input_size)
-        return self.example_inputs
-
-    @property
-    def dilated_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The windows of the layers: distinct values, sorted."""
-        return tuple(sorted({layer.dilated_size for layer in self.layers}))
-
     @property
     def kernel_counts(self) -> tuple[int, ...]:
         """The kernel counts of the layers: distinct values, sorted."""
         return tuple(sorted({layer.kernel_count for layer in self.layers}))
-
-    @property
-    def growth_of_mixed_kernels(self) -> int | None:
-        """Cells that each window adds to its kernel's extent, if kernels have several extents.
-
-        None if all kernels have one extent, because the window's size then says the same, or if
-        windows grow by different amounts.
-        """
-        extents: set[int] = set()
-        growths: set[int] = set()
-        for layer in self.layers:
-            extents.update(layer.learnt_extents)
-            growths.update(layer.growths)
-        if len(extents) == 1 or len(growths) > 1:
-            return None
-        return growths.pop()
 
 
 def _as_patterns(paths: str | Sequence[str]) -> list[str]:

@@ -24,9 +24,9 @@ from ..options import (
 from ..running.input_spec import image_inputs
 from ..text import count_text, one_line, short_list
 from .claims import assign_rules, choose_rules, refuse_overridden_options
-from .kernel_counts import UNSOLVED, LayerCounts, solve_counts, with_known_counts
+from .kernel_counts import UNSOLVED, check_counts
 from .layer_plan import LayerPlan
-from .plan import ConversionPlan
+from .plan import ConversionPlan, DraftPlan
 from .plan_options import PlanArguments, PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
@@ -63,50 +63,49 @@ def plan_conversion(
     source = None
     if model is not None:
         source = ModelSource(name=model, args=model_args or {})
-    return make_plan(convs, PlanOptions(rules=rules, **options), source=source)
-
-
-def make_plan(
-    convs: ModelConvs,
-    options: PlanOptions,
-    *,
-    known_counts: LayerCounts | None = None,
-    source: ModelSource | None = None,
-) -> ConversionPlan:
-    """Decide what becomes of every convolution, given the options as a record.
-
-    Args:
-        convs: What `find_convs` found.
-        options: The options.
-        known_counts: Counts of elements that exist already, of the layers to convert.
-        source: How to build the model again; None if only its user can.
-
-    Raises:
-        RuleError, PlanError, NothingMatchesError: See `plan_conversion`.
-    """
-    is_counted = known_counts is not None or options.kernel_count != AUTO
-    if options.scope == ERROR_SCOPE and not is_counted:
+    stated = PlanOptions(rules=rules, **options)
+    if stated.scope == ERROR_SCOPE:
         raise PlanError(
             f"scope {ERROR_SCOPE!r} needs the trained kernels, which are not given here; "
             "use convert_ or dcls-convert MODEL"
         )
-    scope = options.scope
-    if scope == AUTO:
-        scope = "model"
-    share = parse_percent(options.budget)
+    draft = draft_plan(convs, stated, source)
+    check_counts(draft.layers, draft.share)
+    return draft.with_counts()
+
+
+def draft_plan(
+    convs: ModelConvs,
+    options: PlanOptions,
+    source: ModelSource | None = None,
+    *,
+    known_counts: Mapping[str, int] | None = None,
+) -> DraftPlan:
+    """Decide which layers there are, their windows, and which of them share positions.
+
+    A layer whose count no rule and no option states is UNSOLVED.
+
+    Args:
+        convs: What `find_convs` found.
+        options: The options. The scope does not matter here: it says how counts are chosen.
+        source: How to build the model again; None if only its user can.
+        known_counts: Counts of elements that exist already, by names of layers.
+
+    Raises:
+        RuleError, PlanError, NothingMatchesError: See `plan_conversion`.
+    """
     rules = choose_rules(options.rules, convs.sites)
-    drafts, skipped, overruled = _draft_layers(convs, rules, options)
+    layers, skipped, overruled = _draft_layers(convs, rules, options)
     if known_counts is not None:
-        drafts = with_known_counts(drafts, known_counts, skipped)
+        layers = _with_known_counts(layers, known_counts)
     if options.tie == "stage":
-        drafts = with_tie_groups(drafts)
-    layers, budget = solve_counts(drafts, share)
+        layers = with_tie_groups(layers)
     site_of = {site.name: site for site in convs.sites}
 
     example_inputs = None
     if convs.input_size is None or convs.inputs != image_inputs(convs.input_size):
         example_inputs = convs.inputs
-    return ConversionPlan(
+    return DraftPlan(
         input_size=convs.input_size,
         example_inputs=example_inputs,
         params=convs.params,
@@ -122,13 +121,23 @@ def make_plan(
         model_args=_json_arguments(source),
         rules=Path(rules.source).name,  # without the folder: a plan has no paths of a machine
         rules_text=rules.text,
-        scope=scope,
         tie=options.tie,
-        share=share,
-        layers=layers,
-        budget=budget,
-        folded=False,
+        share=parse_percent(options.budget),
+        layers=tuple(layers),
     )
+
+
+def _with_known_counts(
+    layers: Sequence[LayerPlan], known_counts: Mapping[str, int]
+) -> list[LayerPlan]:
+    """Return the layers; those that are UNSOLVED get the count that is known."""
+    counted = []
+    for layer in layers:
+        for name in layer.names:
+            if layer.kernel_count == UNSOLVED and name in known_counts:
+                layer = replace(layer, kernel_count=known_counts[name])
+        counted.append(layer)
+    return counted
 
 
 def _json_arguments(source: ModelSource | None) -> dict[str, Any]:

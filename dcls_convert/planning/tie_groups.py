@@ -37,13 +37,14 @@ def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
     groups = [members for members in by_key.values() if len(members) > 1]
     groups_in_stage = Counter(members[0].stage for members in groups)
     group_names: list[str] = []
-    group_of: dict[str, str] = {}
+    tied: dict[str, LayerPlan] = {}
     for first, *others in groups:
         is_alone = groups_in_stage[first.stage] == 1
         group_names.append(_group_name(first, group_names, alone_in_stage=is_alone))
-        for member in (first, *others):
-            group_of[member.name] = group_names[-1]
-    return [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
+        tied[first.name] = replace(first, tie_group=group_names[-1])
+        for member in others:
+            tied[member.name] = replace(member, tie_group=group_names[-1], owner=first.name)
+    return [tied.get(draft.name, draft) for draft in drafts]
 
 
 def _group_name(first: LayerPlan, used_names: Collection[str], *, alone_in_stage: bool) -> str:

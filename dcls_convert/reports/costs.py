@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pydantic import computed_field
 
 from ..planning.layer_plan import LayerPlan
+from ..planning.plan import DraftPlan
 
 NOT_COUNTED = "n/a"
 UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
@@ -97,6 +98,14 @@ def macs_of(layers: Iterable[LayerPlan]) -> Change:
         before += layer.macs_before
         after += layer.macs_after
     return Change(before=before, after=after)
+
+
+def macs_of_model(plan: DraftPlan) -> MacsChange:
+    """Return the MACs of the whole model for one input."""
+    if plan.macs is None:
+        return MacsChange(note=plan.macs_note)
+    added = macs_of(plan.layers).delta or 0
+    return MacsChange(before=plan.macs, after=plan.macs + added, note=plan.macs_note)
 
 
 def with_separators(count: int | None, sign: str = "") -> str:

@@ -4,7 +4,6 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..records import adapter, write_json
+from ..records import as_json, write_json
 from ..running.input_spec import inputs_text
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, short_list, shortened
@@ -29,6 +28,7 @@ from .costs import (
     ParamsChange,
     before_after,
     macs_of,
+    macs_of_model,
     params_of,
     percent,
     short_before_after,
@@ -42,21 +42,12 @@ FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
     "saves the construction, and stores window-sized kernels."
 )
-
-
-# Keys of the JSON, in order: attributes of the report, of each of its layers, and again of the
-# report.
-FIRST_KEYS = ("format", "model", "input_size", "output", "params", "macs", "budget")
+# Attributes of a layer that the JSON has.
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
-    *("macs_before", "macs_after", "fit_error", "output_error", "grow"),
+    *("macs_before", "macs_after", "fit_error", "output_error"),
 )
-LAST_KEYS = (
-    *("skipped", "stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
-    *("layers_beyond_map", "not_measured", "overruled", "notes"),
-)
-LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "overruled", "notes", "grow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +61,6 @@ class ConversionReport:
     output: str | None = None  # the checkpoint folder; None if nothing was written
     outcome: Outcome | None = None  # None for an untrained network, or before a conversion
 
-    format = 1  # of the JSON
-
-    @property
-    def layers(self) -> tuple[LayerPlan, ...]:
-        """The converted convolutions."""
-        return self.plan.layers
-
     @property
     def model(self) -> str | None:
         """See `ConversionPlan`."""
@@ -88,14 +72,14 @@ class ConversionReport:
         return self.plan.input_size
 
     @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """The converted convolutions."""
+        return self.plan.layers
+
+    @property
     def skipped(self) -> tuple[Skipped, ...]:
         """The convolutions that stay as they are, and why."""
         return self.plan.skipped
-
-    @property
-    def stages_from(self) -> str:
-        """How the stages were found."""
-        return self.plan.stages_from
 
     @property
     def not_measured(self) -> str | None:
@@ -103,19 +87,9 @@ class ConversionReport:
         return self.plan.not_measured
 
     @property
-    def overruled(self) -> tuple[str, ...]:
-        """Windows that grow as rules say, although outputs then depend on what they must not."""
-        return self.plan.overruled
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What users should know of the new layers."""
         return self.plan.notes
-
-    @property
-    def folded(self) -> bool:
-        """True if plain convolutions have replaced the layers."""
-        return self.plan.folded
 
     @functools.cached_property
     def params(self) -> ParamsChange:
@@ -139,11 +113,7 @@ class ConversionReport:
     @functools.cached_property
     def macs(self) -> MacsChange:
         """MACs of the whole model for one input."""
-        before = self.plan.macs
-        after = None
-        if before is not None:
-            after = before + (macs_of(self.layers).delta or 0)
-        return MacsChange(before=before, after=after, note=self.plan.macs_note)
+        return macs_of_model(self.plan)
 
     @property
     def macs_untouched(self) -> int | None:
@@ -175,9 +145,32 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        data = _values(self, FIRST_KEYS)
-        data["layers"] = [_values(layer, LAYER_KEYS) for layer in self.layers]
-        return data | _values(self, LAST_KEYS)
+        plan = self.plan
+        data: dict[str, Any] = {
+            "format": 1,
+            "model": plan.model,
+            "input_size": plan.input_size and list(plan.input_size),
+            "output": self.output,
+            "params": as_json(self.params),
+            "macs": as_json(self.macs),
+            "budget": as_json(self.budget),
+            "layers": [_layer_row(layer) for layer in self.layers],
+            "skipped": [as_json(skip) for skip in plan.skipped],
+            "stages_from": plan.stages_from,
+            "params_untouched": self.params_untouched,
+            "macs_untouched": self.macs_untouched,
+            "folded": plan.folded,
+            "layers_beyond_map": self.layers_beyond_map,
+        }
+        if self.outcome is not None:
+            data["outcome"] = as_json(self.outcome)
+        if plan.not_measured is not None:
+            data["not_measured"] = plan.not_measured
+        if plan.overruled:
+            data["overruled"] = list(plan.overruled)
+        if plan.notes:
+            data["notes"] = list(plan.notes)
+        return data
 
     def to_json(self) -> str:
         """Return the JSON report; raise CheckpointError if a number is not finite."""
@@ -190,14 +183,15 @@ class ConversionReport:
     _repr_html_ = as_html
 
 
-def _values(record: object, keys: Sequence[str]) -> dict[str, Any]:
-    """Return attributes as plain JSON values."""
-    values = {}
-    for key in keys:
-        value = getattr(record, key)
-        if value or key not in LEFT_OUT_IF_EMPTY:
-            values[key] = adapter(value.__class__).dump_python(value, mode="json")
-    return values
+def _layer_row(layer: LayerPlan) -> dict[str, Any]:
+    """Return what the JSON has of a layer."""
+    row: dict[str, Any] = {}
+    for key in LAYER_KEYS:
+        value = getattr(layer, key)
+        row[key] = list(value) if isinstance(value, tuple) else value
+    if layer.grow:
+        row["grow"] = list(layer.grow)
+    return row
 
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
@@ -210,6 +204,7 @@ def report_view(
     report: ConversionReport,
     *,
     verbose: int = 0,
+    with_outcome: bool = True,
     cheaper_sizes: str = "dcls_convert.sweep(model), before converting",
     why_kept: str = "skipped says why",
 ) -> RenderableType:
@@ -219,11 +214,14 @@ def report_view(
         report: The report to show.
         verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
             other convolutions are kept. 2 also names each kept convolution.
+        with_outcome: Whether to say how close outputs stayed.
         cheaper_sizes: The command or call that shows the costs of other sizes.
         why_kept: Where to read why convolutions are kept; follows "3 convolutions kept; ".
     """
     parts = [*_heading(report), *_warnings(report, cheaper_sizes), Text()]
     sentences = _sentences(report, verbose=verbose > 0)
+    if with_outcome:
+        sentences += outcome_sentences(report.outcome)
     if verbose == 0:
         parts += [stage_table(report.layers), Text()]
         if report.skipped:
@@ -232,7 +230,7 @@ def report_view(
         parts += map(indented, sentences)
         return Group(*parts)
     parts.append(layer_table(report.layers))
-    if any(layer.tie_group for layer in report.layers) and not report.folded:
+    if any(layer.tie_group for layer in report.layers) and not report.plan.folded:
         footnote = "* includes the positions, which the other layers of its tie group share"
         parts.append(Text(footnote, style="dim italic"))
     parts += _largest_error_lines(report)
@@ -252,7 +250,7 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     if report.plan.growth_of_mixed_kernels is not None:
         kernels += f" (+{report.plan.growth_of_mixed_kernels})"
     model = f": {report.model or 'model'}"
-    if report.folded:
+    if report.plan.folded:
         model += ", folded"
     if report.input_size is not None:
         model += f", input {size_text(report.input_size)}"
@@ -279,7 +277,7 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         command = f"    {printable(cheaper_sizes)}"
         warnings.append(Text(command, no_wrap=True, overflow="ignore"))
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
-    if losing_layers and not report.folded:
+    if losing_layers and not report.plan.folded:
         layers = f"{losing_layers} of {count_text(len(report.layers), 'layer')}"
         loss = f"{layers} get fewer weights but no larger window"
         warnings.append(Text(f"{loss}; a rule can leave them out"))
@@ -289,7 +287,7 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
             f"({report.not_measured})"
         )
         warnings.append(Text(printable(sentence)))
-    for overruled in report.overruled:
+    for overruled in report.plan.overruled:
         warnings.append(
             Text(printable(f"By a rule, windows grow where outputs did not look: {overruled}"))
         )
@@ -356,7 +354,8 @@ def report_markdown(report: ConversionReport) -> str:
     """Return the report in Markdown, for a model card."""
     stages = stage_table(report.layers).markdown()
     model = _model_table(report).markdown()
-    items = "".join(f"- {printable(line)}\n" for line in _sentences(report, verbose=True))
+    sentences = _sentences(report, verbose=True) + outcome_sentences(report.outcome)
+    items = "".join(f"- {printable(line)}\n" for line in sentences)
     return f"{stages}\n{model}\n{items}"
 
 
@@ -365,12 +364,12 @@ def _model_table(report: ConversionReport) -> Table:
 
 
 def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
-    """Return sentences on the budget, positions, errors and outputs.
+    """Return sentences on the budget, positions and errors.
 
     With `verbose`, also on the new kernels, MACs and feature maps.
     """
     lines = [_budget_sentence(report)]
-    if not report.folded:
+    if not report.plan.folded:
         lines.append(_positions_sentence(report))
     if any(layer.grow for layer in report.layers):
         lines.append(_sides_sentence(report))
@@ -381,7 +380,7 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
             "Error: relative error of each layer's outputs on the images it was fitted to."
         )
     if verbose:
-        lines.append(f"{_new_kernels(report)}; stages from {report.stages_from}.")
+        lines.append(f"{_new_kernels(report)}; stages from {report.plan.stages_from}.")
         if report.macs.delta is not None:
             lines.append(_macs_sentence(report))
     if verbose and report.layers_beyond_map:
@@ -390,7 +389,7 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
             "the window is at least twice as large as the feature map at this input size; "
             "its outer cells meet only padding."
         )
-    return [*lines, *report.notes, *outcome_sentences(report.outcome)]
+    return [*lines, *report.notes]
 
 
 def _budget_sentence(report: ConversionReport) -> str:
@@ -399,7 +398,7 @@ def _budget_sentence(report: ConversionReport) -> str:
     text = "Budget"
     if report.plan.scope == ERROR_SCOPE:
         text += " (counts by error)"
-    if report.folded:
+    if report.plan.folded:
         text += " before folding"
     text += ": "
     if budget.kernel_count is not None:
@@ -446,7 +445,7 @@ def _sides_sentence(report: ConversionReport) -> str:
 
 def _new_kernels(report: ConversionReport) -> str:
     weights = f"{report.params.weights:,} weights"
-    if report.folded:
+    if report.plan.folded:
         return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
     return f"New kernels: {weights} and {report.params.positions:,} {_coordinates(report)}"
 
@@ -464,6 +463,6 @@ def _macs_sentence(report: ConversionReport) -> str:
     if (report.params.delta or 0) > 0:
         reason = "with the window"
     sentence = f"MACs rise {reason}: every window cell is multiplied, empty or not."
-    if report.folded:
+    if report.plan.folded:
         return sentence
     return f"{sentence} {FOLDING_SENTENCE}"

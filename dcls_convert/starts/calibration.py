@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DclsConvNd
-from ..placing.place import LayerGroup
+from ..placing.place import ConvGroup, LayerGroup
 from ..progress import Notify
 from ..running.process_settings import full_precision
 from ..running.run import Run, running
@@ -39,7 +39,7 @@ class CalibrationStatistics:
     calibration: Calibration
     moments: dict[nn.Module, InputMoments]  # of each convolution, with separate lines
 
-    def covariance_roots(self, group: LayerGroup) -> Tensor | None:
+    def covariance_roots(self, group: ConvGroup) -> Tensor | None:
         """Return square roots of the costs of kernel errors, by input channel: (in_channels, S, S).
 
         An error e of a line costs |e @ root|^2; this is what `fit_elements` minimises. root @
@@ -69,7 +69,7 @@ class CalibrationStatistics:
 
 
 def measure_inputs(
-    model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibration, notify: Notify
+    model: nn.Module, groups: Sequence[ConvGroup], calibration: Calibration, notify: Notify
 ) -> CalibrationStatistics:
     """Run the old network on all images, and collect statistics of what its convolutions see."""
     notify("measuring layer inputs")
@@ -78,15 +78,15 @@ def measure_inputs(
 
 
 def _measure(
-    model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibration, *, joint: bool
+    model: nn.Module, groups: Sequence[ConvGroup], calibration: Calibration, *, joint: bool
 ) -> dict[nn.Module, InputMoments]:
     moments: dict[nn.Module, InputMoments] = {}
 
     def start() -> None:
         for group in groups:
             box = Box.of(group.layer_plans[0])
-            for conv, layer in zip(group.convs, group.layers, strict=True):
-                moments[conv] = InputMoments(layer, box, joint=joint)
+            for conv, structure in zip(group.convs, group.structures(), strict=True):
+                moments[conv] = InputMoments(structure, box, joint=joint)
 
     # The model's own code may have entered other modes.
     @full_precision()

@@ -4,20 +4,19 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PlanError
 from ..geometry import ceil_div
 from ..options import ERROR_SCOPE
-from ..placing.place import LayerGroup, make_layers
-from ..planning.kernel_counts import LayerCounts
-from ..planning.plan import ConversionPlan
+from ..placing.place import ConvGroup
+from ..planning.kernel_counts import budget_limit, largest_count
+from ..planning.plan import DraftPlan
 from ..progress import Notify
 from ..running.process_settings import full_precision
 from .boxes import Box
-from .calibration import CalibrationStatistics, measure_inputs
+from .calibration import CalibrationStatistics
 from .fit import lines_of, roots_of_lines
-from .images import Calibration
 from .positions import errors_by_count
 
 # Approximate number of pairs of input and output channels on which a group's error is measured.
@@ -27,35 +26,36 @@ MAX_UNITS = 1 << 21  # most units in a budget; a larger budget is counted in coa
 
 @full_precision()
 def choose_counts_by_error(
-    model: nn.Module,
-    model_plan: ConversionPlan,
-    *,
-    calibration: Calibration | None,
+    draft: DraftPlan,
+    groups: Sequence[ConvGroup],
+    statistics: CalibrationStatistics | None,
     notify: Notify,
-) -> tuple[LayerCounts, CalibrationStatistics | None]:
-    """Choose kernel counts with the least sum of relative layer errors, within the model's budget.
-
-    Errors of outputs are summed if there are images, else errors of kernels. Counts that rules
-    state are kept.
+) -> dict[str, int]:
+    """Choose kernel counts with the least sum of relative layer errors, within the draft's budget.
 
     Args:
-        model: The network, with its kernels.
-        model_plan: Its plan for the scope "model": the layers, their windows and the budget.
-        calibration: Images, or None.
+        draft: The layers, their windows, and the share that the budget allows.
+        groups: Its convolutions, from `find_groups`.
+        statistics: Of images, to sum errors of outputs. None: errors of kernels.
         notify: Called with what is being done.
 
     Returns:
-        The counts, and the statistics of the images (None without images).
+        The counts of the layers for which no rule states one, by the names of the layers.
 
     Raises:
         PlanError: The model is on the meta device.
     """
-    groups = make_layers(model, model_plan)
     _refuse_meta_model(groups)
-    statistics = None
-    if calibration is not None:
-        statistics = measure_inputs(model, groups, calibration, notify)
-    free_groups, limit = _free_groups(groups, model_plan)
+    limit = budget_limit(draft.layers, draft.share)
+    free_groups: list[ConvGroup] = []  # those whose counts no rule states
+    for group in groups:
+        if group.layer_plans[0].count_is_stated:
+            limit -= _cost(group) * group.layer_plans[0].kernel_count
+        else:
+            free_groups.append(group)
+    if not free_groups:
+        return {}
+    count_for_all = largest_count(draft.layers, draft.share)
     errors = []  # by count, for each group
     for number, group in enumerate(free_groups):
         progress = f"{number + 1} of {len(free_groups)}"
@@ -63,31 +63,16 @@ def choose_counts_by_error(
         covariance_roots = None
         if statistics is not None:
             covariance_roots = statistics.covariance_roots(group)
-        errors.append(_relative_errors(group, covariance_roots))
-    counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
-    if free_groups:
-        chosen = solve_knapsack([_cost(group) for group in free_groups], errors, limit)
-        for group, count in zip(free_groups, chosen, strict=True):
-            for layer in group.layer_plans:
-                counts[layer.name] = count
-    return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts), statistics
+        errors.append(_relative_errors(group, covariance_roots, at_least=count_for_all))
+    counts: dict[str, int] = {}
+    chosen = solve_knapsack([_cost(group) for group in free_groups], errors, limit)
+    for group, count in zip(free_groups, chosen, strict=True):
+        for layer in group.layer_plans:
+            counts[layer.name] = count
+    return counts
 
 
-def _free_groups(
-    groups: Sequence[LayerGroup], model_plan: ConversionPlan
-) -> tuple[list[LayerGroup], int]:
-    """Return the groups whose counts no rule states, and the parameters that are left for them."""
-    limit = model_plan.budget.limit
-    free_groups: list[LayerGroup] = []
-    for group in groups:
-        if group.layer_plans[0].count_is_stated:
-            limit -= _cost(group) * group.layer_plans[0].kernel_count
-        else:
-            free_groups.append(group)
-    return free_groups, limit
-
-
-def _refuse_meta_model(groups: Sequence[LayerGroup]) -> None:
+def _refuse_meta_model(groups: Sequence[ConvGroup]) -> None:
     for group in groups:
         for conv in group.convs:
             if conv.weight.is_meta:
@@ -97,16 +82,19 @@ def _refuse_meta_model(groups: Sequence[LayerGroup]) -> None:
                 )
 
 
-def _cost(group: LayerGroup) -> int:
+def _cost(group: ConvGroup) -> int:
     """Return the parameters that one more element per kernel adds, over all layers."""
     first = group.layer_plans[0]
     return first.lines * (len(group.layer_plans) + first.coordinates_per_element)
 
 
-def _relative_errors(group: LayerGroup, covariance_roots: Tensor | None) -> list[float]:
+def _relative_errors(
+    group: ConvGroup, covariance_roots: Tensor | None, *, at_least: int
+) -> list[float]:
     """Return the sum of the layers' relative errors with 0, 1, ... elements.
 
-    They are measured on some of the channels.
+    They are measured on some of the channels, up to as many elements as the old kernel has cells,
+    or `at_least` so many.
     """
     plan = group.layer_plans[0]
     box = Box.of(plan)
@@ -115,7 +103,7 @@ def _relative_errors(group: LayerGroup, covariance_roots: Tensor | None) -> list
     )
     lines = lines_of(kernels, box)
     roots = roots_of_lines(sampled_roots, kernels[0], len(lines))
-    max_count = max(plan.old_cells, plan.kernel_count)
+    max_count = max(plan.old_cells, at_least)
     errors = errors_by_count(lines, max_count, box, roots).double()  # (L, 1 + max_count), squared
     relative = (errors / errors[:, :1]).nan_to_num().sqrt().sum(0)  # a layer may be zero
     if box.method.is_exact_on_cells:

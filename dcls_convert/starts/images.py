@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, check_argument
 from ..file_checks import check_images, image_paths
 from ..options import CALIBRATION_IMAGES
-from ..planning.plan import ConversionPlan
+from ..planning.plan import DraftPlan
 from ..progress import Note, ignore_messages
 from ..running.input_spec import inputs_text
 from ..running.process_settings import suppress_output
@@ -63,7 +63,7 @@ class Calibration:
 
 def read_calibration_images(
     model: nn.Module,
-    plan: ConversionPlan,
+    plan: DraftPlan,
     images: Images | Calibration,
     *,
     held_out: Images | None = None,
@@ -101,7 +101,7 @@ def read_calibration_images(
             normalisation is not known, or `held_out` repeats some of them.
     """
     check_argument("model", model, nn.Module)
-    check_argument("plan", plan, ConversionPlan)
+    check_argument("plan", plan, DraftPlan)
     if plan.input_size is None and plan.inputs is not None:
         raise DclsConvertError(
             "calibration: images are for a network of one image, and this one takes "

@@ -5,7 +5,7 @@ learnt axes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,16 @@ def start_randomly_(
         _fill_randomly_(group, positions, generator)
     if not has_norms(model):
         _scale_to_old_kernels_(groups)
+
+
+def take_elements_(groups: Sequence[LayerGroup], elements: Mapping[str, Tensor]) -> None:
+    """Give the layers weights, positions and sigmas that there are, by their names in the model."""
+    for group in groups:
+        for plan, layer in zip(group.layer_plans, group.layers, strict=True):
+            layer.weight.copy_(elements[f"{plan.name}.weight"])
+        first = group.layers[0]
+        for parameter, name in group.layer_plans[0].position_names.items():
+            getattr(first, parameter).copy_(elements[name])
 
 
 def _fill_(group: LayerGroup, elements: Elements) -> None:

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ..checkpoints.card import training_code, with_folder
 from ..conversion.convert import Conversion
+from ..conversion.request import ELEMENTS
 from ..options import EXACT
 from ..reports.outcome import outcome_sentences
 
@@ -24,13 +25,12 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     """Return lines for below the report: what was written, how to train it, how outputs changed."""
     request = done.request
     lines: list[str | Text] = ["", f"Wrote {output}, from {_start(done)}."]
-    is_random = not done.takes_authors_elements and request.start == "random"
-    if is_random and request.positions == "normal":
+    if done.start == "random" and request.start.positions == "normal":
         is_one_sided = any(layer.grow for layer in done.report.layers)
         lines += NEAR_THE_OLD_KERNEL if is_one_sided else NEAR_THE_CENTRE
-    heading = "Fine-tune it:" if request.trained else "Train it:"
+    heading = "Fine-tune it:" if request.network.trained else "Train it:"
     lines.append(Text(f"{heading}\n", style="bold"))
-    code = with_folder(training_code(done.report.model, trained=request.trained), output)
+    code = with_folder(training_code(done.report.model, trained=request.network.trained), output)
     lines += textwrap.indent(code, "    ").splitlines()
     outcome = done.report.outcome
     if outcome is None:
@@ -45,19 +45,19 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
 def _start(done: Conversion) -> str:
     """Say what the new layers start from, as part of a sentence."""
     request = done.request
-    random_start = f"random initialisation (seed {request.seed})"
-    if done.takes_authors_elements:
+    random_start = f"random initialisation (seed {request.network.seed})"
+    if done.start == ELEMENTS:
         return "the authors' elements and positions, so that the outputs are those of their network"
-    if request.start == EXACT:
-        weights = "the trained weights" if request.trained else random_start
+    if done.start == EXACT:
+        weights = "the trained weights" if request.network.trained else random_start
         every_cell = "with one element in each cell of the old kernels"
         return f"{weights}, {every_cell}, so the outputs do not change"
-    if not request.trained:
+    if not request.network.trained:
         return f"{random_start}, without trained weights"
-    if request.start == "random":
+    if done.start == "random":
         return "trained weights, but random elements in the new layers"
-    if request.start == "largest":
+    if done.start == "largest":
         return "the trained kernels, reduced to their largest cells"
-    if request.calibration is not None:
+    if request.start.calibration is not None:
         return "the trained network, fitted to its outputs on your images"
     return "the trained kernels, to which the elements are fitted"

@@ -23,7 +23,6 @@ from dcls_convert.choosing.survey import (
     survey_json,
     survey_view,
 )
-from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import ModelError
 from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.planning.rule_files import load_rules
@@ -33,10 +32,6 @@ from ..command_line import run
 from ..conftest import TINY
 
 KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", "torchvision:vgg11"]
-
-
-def request(**options):
-    return ConversionRequest(model="*", options=PlanOptions(**options), dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +54,7 @@ def test_a_pattern_that_matches_nothing_gets_a_suggestion():
 
 
 def test_a_planned_row_has_the_papers_numbers():
-    row = model_row("timm:convnext_tiny", request(dilated_size=17))
+    row = model_row("timm:convnext_tiny", PlanOptions(dilated_size=17))
     assert (row.status, row.reason) == ("planned", None)
     assert row.convolutions == {"depthwise 7x7": 18, "dense 2x2": 3, "dense 4x4 in the stem": 1}
     assert row.replaced == {"depthwise 7x7": 18}
@@ -76,16 +71,16 @@ def test_a_planned_row_has_the_papers_numbers():
     ],
 )
 def test_a_row_says_why_a_model_is_not_planned(name, options, status, reason):
-    row = model_row(name, request(**options))
+    row = model_row(name, PlanOptions(**options))
     assert row.status == status
     assert reason in row.reason
     assert row.macs.after is row.params.after is None
 
 
 def test_json_contains_every_field_of_a_row():
-    planned = model_row(f"timm:{TINY}", request())
+    planned = model_row(f"timm:{TINY}", PlanOptions())
     empty = ModelRow(name="timm:b", status="does not fit")
-    first, second = json.loads(survey_json([planned, empty], request(), "*"))["models"]
+    first, second = json.loads(survey_json([planned, empty], PlanOptions(), None, "*"))["models"]
     assert first.keys() == second.keys() == {field.name for field in fields(ModelRow)}
     assert first["params"]["delta"] == planned.params.after - planned.params.before
     assert first["macs"]["delta"] == planned.macs.after - planned.macs.before
@@ -136,11 +131,11 @@ def works():
 @pytest.mark.processes
 def test_a_model_that_raises_or_prints_is_a_row_and_the_others_are_planned(capfd):
     names = [f"{__name__}:works", f"{__name__}:Hostile", "timm:no_such_model", f"timm:{TINY}"]
-    rows = survey(names, request(), workers=1)
+    rows = survey(names, PlanOptions(), workers=1)
     assert [row.name for row in rows] == names
     assert [row.status for row in rows] == ["planned", "failed", "failed", "planned"]
     assert rows[1].reason == "SystemExit: hoarse\\x1b[2J"
-    assert rows[3] == model_row(names[3], request())
+    assert rows[3] == model_row(names[3], PlanOptions())
     assert capfd.readouterr() == ("", "")
 
 
@@ -151,7 +146,7 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     size = ("--dilated-size", "9x11", "--rules", "depthwise", "--strict", "--jobs", 1)
     more = ("--tie", "none", "--budget", "90.5%", "--interpolation", "gaussian")
     out, err = run("models", "--json", *size, *more, code=1)
-    asked = request(
+    asked = PlanOptions(
         dilated_size=(9, 11),
         rules=load_rules("depthwise"),
         strict=True,
@@ -159,7 +154,7 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
         budget=90.5,
         interpolation="gaussian",
     )
-    assert out == survey_json([model_row(name, asked) for name in names], asked, "*")
+    assert out == survey_json([model_row(name, asked) for name in names], asked, None, "*")
     assert err.splitlines() == [f"models: timm:{TINY}, 1 of 2"]
 
 
@@ -184,7 +179,7 @@ def test_every_model_is_planned_or_its_row_says_why_not(all_models):
     )
     if not all_models:
         names = [*{module_of(name): name for name in reversed(names)}.values()]
-    rows = survey(names, request(), workers=2)
+    rows = survey(names, PlanOptions(), workers=2)
     assert [row.name for row in rows] == names
     for row in rows:
         assert row.status in ("planned", "nothing matches"), row

@@ -64,7 +64,7 @@ def test_macs_within_the_limit_are_accepted():
 
 def test_an_output_that_exists_is_refused_before_anything_is_converted(monkeypatch):
     run(NET, *SMALL, "--dilated-size", "9", "--quiet")
-    monkeypatch.setattr("dcls_convert.conversion.convert.build_network", None)
+    monkeypatch.setattr("dcls_convert.conversion.open_network.build_and_load", None)
     assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
 
 

@@ -23,15 +23,15 @@ from dcls_convert import (
 )
 from dcls_convert.conversion.before_and_after import stated_classes
 from dcls_convert.conversion.convert import carry_out
-from dcls_convert.conversion.open_network import load
-from dcls_convert.conversion.plan_network import check_stored_plan
-from dcls_convert.conversion.request import ConversionRequest
+from dcls_convert.conversion.plan_network import adopted_plan
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.planning.plan_options import PlanOptions
 
 from ..command_line import NET, net
 from ..conftest import TINY
 from ..image_folder import write_images
 from ..model_state import state_of
+from ..requests import request_of
 
 FAILURES = 13  # number of operations at which a failure is injected, from the first to the last
 
@@ -65,8 +65,8 @@ def request_for(model, kind):
     options = PlanOptions(dilated_size=9)
     if kind == "authors":
         plan = plan_conversion(find_convs(model), dilated_size=9, kernel_count=4)
-        return ConversionRequest(model=model, weights=authors_state(model, plan), options=options)
-    return ConversionRequest(model=model, options=options, init=kind)
+        return request_of(model, weights=authors_state(model, plan), options=options)
+    return request_of(model, options=options, init=kind)
 
 
 def small_model():
@@ -100,10 +100,11 @@ def test_whatever_fails_leaves_the_model_as_it_was(kind):
         failing_operations = {1 + (total - 1) * i // (FAILURES - 1) for i in range(FAILURES)}
         for at in sorted(failing_operations):
             request = request_for(small_model(), kind)
-            before = state_of(request.model)
+            model = request.network.model
+            before = state_of(model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
                 carry_out(request)
-            assert state_of(request.model) == before
+            assert state_of(model) == before
 
 
 def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_report():
@@ -130,7 +131,8 @@ def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_rep
 
 def test_a_plan_from_memory_gets_the_factory_that_the_user_names():
     plan = convert_(net(), dilated_size=9, init="random").plan
-    adopted = check_stored_plan(load(ConversionRequest(model=NET)), plan)
+    source = ModelSource(name=NET)
+    adopted = adopted_plan(plan, net(), source)
     assert adopted == replace(plan, model=NET)
 
 
@@ -159,7 +161,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
 )
 def test_options_in_conflict_are_refused_by_the_request(settings, says):
     with pytest.raises(PlanError, match=says):
-        ConversionRequest(**{"model": small_model(), **settings})
+        request_of(**{"model": small_model(), **settings})
 
 
 def calibrated(model, folder):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcls_convert.errors import PlanError
 from dcls_convert.options import parse_percent
-from dcls_convert.planning.kernel_counts import solve_counts
+from dcls_convert.planning.kernel_counts import check_counts, solve_counts
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
@@ -98,8 +98,9 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
     count = largest_count(layers, limit) if free else None
     if count == 0:
         with pytest.raises(PlanError, match="no room for even one element"):
-            solve_counts(layers, share)
+            check_counts(layers, share)
         return
+    check_counts(layers, share)
     solved, budget = solve_counts(layers, share)
     assert [layer.name for layer in solved] == [layer.name for layer in layers]
     counts = {layer.name: layer.kernel_count for layer in solved}
@@ -117,7 +118,7 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
 def test_the_smallest_budget_that_an_error_names_suffices_and_less_does_not(layers, hundredths):
     share = hundredths * HUNDREDTH_OF_A_PERCENT
     try:
-        solve_counts(layers, share)
+        check_counts(layers, share)
     except PlanError as error:
         named = parse_percent(
             re.search(r"the smallest sufficient budget is (\S+) %", str(error))[1]
@@ -125,7 +126,7 @@ def test_the_smallest_budget_that_an_error_names_suffices_and_less_does_not(laye
         assert named > share
         assert min(layer.kernel_count for layer in solve_counts(layers, named)[0]) >= 1
         with pytest.raises(PlanError, match="no room for even one element"):
-            solve_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
+            check_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
 
 
 # Percentages.

@@ -6,13 +6,14 @@ No layer that users get is used by other code, or lets outputs look to a new sid
 import pytest
 
 from dcls_convert import plan_conversion
-from dcls_convert.conversion.open_network import load
-from dcls_convert.conversion.request import ConversionRequest
+from dcls_convert.conversion.open_network import find_convs_of, open_network
+from dcls_convert.conversion.request import NetworkRequest
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.measure import measure
 from dcls_convert.networks.source import registry_names
 from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.progress import ignore_messages
 
 from ..choosing.test_survey import module_of
 
@@ -34,14 +35,16 @@ SMALLER = {  # than the network of the shortest name, which takes minutes
 
 def measured(name):
     """Measure exactly the layers that a user's plan replaces."""
-    loaded = load(ConversionRequest(model=name, dry_run=True))
+    request = NetworkRequest(model=name)
+    network, _ = open_network(request, offline=True, notify=ignore_messages, note=ignore_messages)
+    found_convs = find_convs_of(network, request)
     try:
-        plan = plan_conversion(loaded.convs)
+        plan = plan_conversion(found_convs)
     except NothingMatchesError:
-        plan = plan_conversion(loaded.convs, EVERY_KERNEL)
-    model = build_model(loaded.source)
+        plan = plan_conversion(found_convs, EVERY_KERNEL)
+    model = build_model(network.source)
     convs = {layer.name: model.get_submodule(layer.name) for layer in plan.layers}
-    found = measure(model, convs, loaded.convs.inputs)  # in training mode, some need labels
+    found = measure(model, convs, found_convs.inputs)  # in training mode, some need labels
     windows = {layer.name: layer.dilated_size for layer in plan.layers}
     broken = {} if found.dependence is None else found.dependence.broken_by(windows)
     return found.reasons, broken

@@ -10,21 +10,22 @@ from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
 from dcls_convert.conversion.convert import carry_out
-from dcls_convert.conversion.open_network import build_network, load
-from dcls_convert.conversion.request import ConversionRequest
+from dcls_convert.conversion.open_network import open_network
+from dcls_convert.conversion.request import NetworkRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.progress import ignore_messages
 from dcls_convert.weights.loading import differing_classifier, load_weights_
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
+from ..requests import request_of
 
 SMALL = ("--dilated-size", 9, "--input-size", "3x32x32", "--quiet")
 
 
 def request_for(name, **options):
     """Return a request to convert a network without a fit, which would take seconds."""
-    return ConversionRequest(model=name, init="largest", input_size=(3, 32, 32), **options)
+    return request_of(name, init="largest", input_size=(3, 32, 32), **options)
 
 
 def converted(name, *, note=ignore_messages, **options):
@@ -33,7 +34,10 @@ def converted(name, *, note=ignore_messages, **options):
 
 def network_of(name, *, note=ignore_messages, **options):
     """Return the network of a request, with its values."""
-    return build_network(load(request_for(name, **options), note=note))
+    request = NetworkRequest(model=name, **options)
+    network, weights = open_network(request, offline=False, notify=ignore_messages, note=note)
+    lacking = () if weights is None else weights.new_classifier
+    return network.build(weights, lacking, ignore_messages)
 
 
 def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
@@ -42,7 +46,7 @@ def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
     notes = []
     plan_alone = converted(
         TINY, weights=tmp_path / "own.safetensors", dry_run=True, note=notes.append
-    ).plan
+    ).report.plan
     assert plan_alone.model_args == {"num_classes": 10}
     assert ["has 10 classes, so the model is built" in note for note in notes] == [True]
     done = converted(TINY, weights=tmp_path / "own.safetensors")
@@ -57,7 +61,7 @@ def test_a_users_model_needs_the_number_of_classes_of_its_weights(tmp_path, monk
     assert "build the model with 5 classes" in err
     run(NET, "--checkpoint", "five.pth", "--num-classes", 5, "--init", "largest", *SMALL)
     with pytest.raises(CheckpointError, match="build the model with 5 classes"):
-        carry_out(ConversionRequest(model=net(), weights=net(5).state_dict()))
+        carry_out(request_of(net(), weights=net(5).state_dict()))
 
 
 def test_a_classifier_that_the_file_lacks_or_has_otherwise_is_new_if_classes_are_stated(tmp_path):

@@ -1,0 +1,78 @@
+"""Read the weights that a request states, and name them as in its network."""
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+from ..errors import CheckpointError
+from ..progress import Note, Notify
+from ..text import short_list
+from ..weights.files import read_weights
+from ..weights.loading import (
+    alias_names,
+    classifier_prefixes,
+    differing_classifier,
+    differing_num_classes,
+)
+from ..weights.state_names import rename_to_model
+from .authors import split_authors_elements
+from .request import NetworkRequest, RequestWeights
+
+
+def read_request_weights(
+    request: NetworkRequest, structure: nn.Module, notify: Notify, note: Note
+) -> RequestWeights:
+    """Read the weights that a request states, for a network of this structure.
+
+    Raises:
+        CheckpointError: They cannot be read, or their names do not fit the network.
+    """
+    assert request.weights is not None
+    notify("reading weights")
+    where = f"checkpoint {request.weights}"
+    if isinstance(request.weights, Mapping):
+        where = "the state dict"
+    state = read_weights(request.weights, key=request.checkpoint_key, note=note)
+    entries = rename_to_model(structure, state, where=where, note=note)
+    new_classifier: list[str] = []
+    if request.num_classes is not None:
+        new_classifier = differing_classifier(structure, entries)
+        _note_new_classifier(structure, new_classifier, note)
+    for name in new_classifier:
+        entries.pop(name, None)
+    elements, others = split_authors_elements(entries)
+    return RequestWeights(
+        where=where, elements=elements, entries=others, new_classifier=new_classifier
+    )
+
+
+def _note_new_classifier(structure: nn.Module, names: Collection[str], note: Note) -> None:
+    """Note which of a classifier's tensors are new, and which in the file are unused."""
+    own_names = structure.state_dict().keys()
+    new = [name for name in names if name in own_names]
+    unused = [name for name in names if name not in own_names]
+    if new:
+        note(f"no weights fit the classifier, which starts from random values: {short_list(new)}")
+    if unused:
+        note(f"the classifier in the weights is left out: {short_list(unused)}")
+
+
+def classes_of_weights(
+    request: NetworkRequest, structure: nn.Module, weights: RequestWeights
+) -> int | None:
+    """Return the weights' number of classes, if it differs from the model's and none is stated.
+
+    Raises:
+        CheckpointError: The classifiers have other names.
+    """
+    if request.num_classes is not None:
+        return None
+    own_names = structure.state_dict().keys()
+    differing = sorted((own_names ^ weights.entries.keys()) - alias_names(structure).keys())
+    prefixes = classifier_prefixes(structure)
+    if differing and all(name.startswith(prefixes) for name in differing):
+        raise CheckpointError(
+            f"{weights.where}: its classifier has other tensors than the model's: "
+            f"{short_list(differing)}; state the number of classes for a new one, or 0 for none"
+        )
+    return differing_num_classes(structure, weights.entries)
