@@ -11,7 +11,7 @@ from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, parameter_count
 from ..networks.source import ModelSource
-from ..networks.timm_notes import stated_args
+from ..networks.timm_notes import config_of, stated_args
 from ..networks.wrappers import by_plain_name
 from ..planning.plan import ConversionPlan
 from ..reports.report import predict_report
@@ -60,7 +60,7 @@ def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
 
 def _differing_channels(network: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     """Return the input channels of a first convolution that differs from that of timm's network."""
-    first = f"{vars(network)['pretrained_cfg'].get('first_conv')}.weight"
+    first = f"{(config_of(network) or {}).get('first_conv')}.weight"
     own = network.state_dict()
     if first not in own or first not in state or own[first].shape == state[first].shape:
         return None

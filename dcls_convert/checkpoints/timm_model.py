@@ -1,7 +1,7 @@
 """Rebuild a converted model through timm's factory, as a whole model or a feature extractor."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, ModelError
-from ..layers.position_parameters import exclude_from_weight_decay_
 from ..networks.building import build_model
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
-from ..networks.timm_notes import set_pretrained_cfg_
+from ..networks.timm_notes import build_features, is_extractor, set_pretrained_cfg_
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_
@@ -72,7 +71,7 @@ def create_converted(
     else:
         finish_ = partial(_initialise_, plan=stored)
     if features_only and not stored.model_args.get("features_only"):
-        model = _build_features(source, finish_)
+        model = build_features(source, finish_)
     else:
         # Safe: `_checked_plan` has checked the folder's arguments. The caller's may be any.
         model = build_model(source, seed=None, trust_code=True)
@@ -132,39 +131,9 @@ def _check_classes(
         )
 
 
-def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -> nn.Module:
-    """Build timm's feature extractor of a network that `finish_` changes before timm wraps it."""
-    from timm.models import FeatureDictNet, FeatureGraphNet, FeatureHookNet
-    from timm.models._features import FeatureGetterNet
-
-    kind = type(build_model(source, device="meta", trust_code=True))
-    if not issubclass(kind, FeatureDictNet | FeatureGraphNet | FeatureHookNet | FeatureGetterNet):
-        model = build_model(source, seed=None, trust_code=True)  # returns features by itself
-        finish_(model)
-        return model
-
-    def finish_and_wrap(_: type, network: nn.Module, **settings: Any) -> nn.Module:
-        finish_(network)
-        wrapped: nn.Module = kind(network, **settings)
-        return wrapped
-
-    # timm calls its argument `feature_cls` with the whole network.
-    finishing = type(kind.__name__, (kind,), {"__new__": finish_and_wrap})
-    args = {**source.args, "feature_cls": finishing}
-    model = build_model(replace(source, args=args), seed=None, trust_code=True)
-    exclude_from_weight_decay_(model)
-    vars(model)["_model_args"] = source.args
-    return model
-
-
-def _is_extractor(model: nn.Module) -> bool:
-    """True for timm's feature extractors; a whole network of timm has a list as `feature_info`."""
-    return hasattr(getattr(model, "feature_info", None), "out_indices")
-
-
 def _layers_of(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan; for an extractor, without the layers after its last feature."""
-    if not _is_extractor(model):
+    if not is_extractor(model):
         return plan
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     return replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in names))
@@ -284,6 +253,6 @@ def _complete_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         raise CheckpointError(
             f"{WEIGHTS}: lacks {short_list(missing, 1)} of the model that {CONFIG} describes"
         )
-    if _is_extractor(model):
+    if is_extractor(model):
         return {name: complete[name] for name in own if name in complete}
     return complete

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..layers.position_parameters import clamp_positions_
 from ..layers.ties import is_sharded
 from ..networks.source import TIMM_ARCHITECTURE
-from ..networks.timm_notes import SOURCE_KEYS
+from ..networks.timm_notes import SOURCE_KEYS, config_of
 from ..networks.wrappers import by_plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
@@ -156,7 +156,7 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     `pretrained_cfg`.
     """
     cfg = {}
-    for key, value in (getattr(model, "pretrained_cfg", None) or {}).items():
+    for key, value in (config_of(model) or {}).items():
         if key not in SOURCE_KEYS and value is not None:
             cfg[key] = value
     classes = plan.model_args.get("num_classes", getattr(model, "num_classes", None))

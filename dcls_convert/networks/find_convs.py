@@ -33,6 +33,7 @@ from .measure import NOT_CALLED, Measured, measure
 from .probing import CannotMeasureError
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
+from .timm_notes import stated_input_size
 from .tracing import Calls, Trace, trace
 from .whole_networks import paths_above, whole_networks
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
@@ -85,7 +86,7 @@ def inputs_of(
         if input_size is not None:
             raise PlanError("input_size is for one image; give it or example_inputs, not both")
         return describe_inputs(example_inputs)
-    size = _stated_input_size(model)
+    size = stated_input_size(model)
     if input_size is not None:
         size = _with_channels(model, checked_input_size(input_size))
     if size is None:
@@ -380,20 +381,3 @@ def _kind(settings: ConvSettings) -> str:
     if settings.groups == settings.in_channels:
         return "depthwise"
     return "grouped"
-
-
-def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
-    """Return (channels, *spatial) from timm's config of the model, or None if it has none."""
-    config = getattr(model, "pretrained_cfg", None)
-    if not isinstance(config, Mapping) or not config.get("input_size"):
-        return None
-    channels, *sides = config["input_size"]
-    # With these arguments, timm builds another model, but its config still states the usual size.
-    arguments = getattr(model, "_model_args", {})
-    channels = arguments.get("in_chans") or channels
-    image_size = arguments.get("img_size")
-    if isinstance(image_size, int):
-        sides = [image_size, image_size]
-    elif isinstance(image_size, Sequence):
-        sides = list(image_size)
-    return (channels, *sides)

@@ -6,6 +6,7 @@ from ..errors import PlanError, check_argument
 from ..layers.conv_classes import has_own_forward
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.position_parameters import undo_exclusion_from_weight_decay_
+from ..networks.timm_notes import mark_folded_
 from ..networks.wrappers import inside_wrappers
 from ..running.model_state import unchanged_on_failure
 
@@ -49,13 +50,5 @@ def fold_to_dense_(model: nn.Module) -> int:
         for name, layer in layers.items():
             model.set_submodule(name, plain_conv_of[layer])
         undo_exclusion_from_weight_decay_(model)
-        _mark_folded_for_timm_(model)
+        mark_folded_(model)
     return len(plain_conv_of)
-
-
-def _mark_folded_for_timm_(model: nn.Module) -> None:
-    """Mark the plan as folded in the arguments that `insert_layers_` left for timm's savers."""
-    arguments = vars(model).get("_model_args")
-    if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
-        plan = {**arguments["plan"], "folded": True}
-        vars(model)["_model_args"] = {**arguments, "plan": plan}

@@ -21,8 +21,7 @@ from ..layers.conv_classes import (
 )
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.position_parameters import exclude_from_weight_decay_
-from ..networks.source import TIMM_ARCHITECTURE
-from ..networks.timm_notes import set_pretrained_cfg_
+from ..networks.timm_notes import mark_converted_
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 
@@ -213,8 +212,7 @@ def insert_layers_(
 
     Besides the layers, the model keeps:
     - names that `no_weight_decay` returns (`layers/position_parameters.py`);
-    - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`;
-    - the plan's input size in `pretrained_cfg`, if there is one.
+    - if timm built it: how to rebuild it, and the plan's input size (`networks/timm_notes.py`).
 
     A folded plan leaves plain convolutions.
 
@@ -233,15 +231,8 @@ def insert_layers_(
                 model.set_submodule(name, module)
     if not plan.folded:
         exclude_from_weight_decay_(model)
-    # With this, timm's own savers write a config that rebuilds the converted model.
-    config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict):
-        if plan.input_size is not None:
-            config = {**config, "input_size": plan.input_size}
-        if plan.model is not None:
-            config = {**config, "architecture": TIMM_ARCHITECTURE}
-            vars(model)["_model_args"] = timm_model_args(plan)
-        set_pretrained_cfg_(model, config)
+    args = None if plan.model is None else timm_model_args(plan)
+    mark_converted_(model, args, plan.input_size)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

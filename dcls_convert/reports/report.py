@@ -159,11 +159,10 @@ class ConversionReport:
             "stages_from": plan.stages_from,
             "params_untouched": self.params_untouched,
             "macs_untouched": self.macs_untouched,
-            "folded": plan.folded,
-            "layers_beyond_map": self.layers_beyond_map,
         }
         if self.outcome is not None:
             data["outcome"] = as_json(self.outcome)
+        data |= {"folded": plan.folded, "layers_beyond_map": self.layers_beyond_map}
         if plan.not_measured is not None:
             data["not_measured"] = plan.not_measured
         if plan.overruled:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
 from ..file_checks import check_images, image_paths
+from ..networks.timm_notes import config_of
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import DraftPlan
 from ..progress import Note, ignore_messages
@@ -226,7 +227,7 @@ def _evaluation_transform(
 
     channels = size[0]
     is_torchvisions = type(model).__module__.startswith("torchvision.models.")
-    model_config = getattr(model, "pretrained_cfg", None) or {"crop_pct": 1.0}
+    model_config = config_of(model) or {"crop_pct": 1.0}
     asked: dict[str, Any] = {"input_size": size}
     if (mean is None) != (std is None):
         raise DclsConvertError("calibration: give mean and std, or neither")

@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.source import LIBRARY_KINDS, ModelSource
+from ..networks.timm_notes import config_of
 from ..text import short_list
 from .added_names import describe_added_names
 
@@ -144,8 +145,7 @@ def differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
 
 def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the classifier's tensor names, as timm states them, or usual ones."""
-    config = getattr(model, "pretrained_cfg", None)
-    stated: Any = config.get("classifier") if isinstance(config, dict) else None
+    stated: Any = (config_of(model) or {}).get("classifier")
     if isinstance(stated, str):
         stated = (stated,)
     return tuple(f"{module}." for module in stated or USUAL_CLASSIFIERS)
