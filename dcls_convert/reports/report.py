@@ -15,6 +15,7 @@ from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
+from ..planning.kernel_counts import PlanBudget
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import as_json, write_json
@@ -23,7 +24,6 @@ from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, short_list, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
 from .costs import (
-    BudgetReport,
     MacsChange,
     ParamsChange,
     before_after,
@@ -123,20 +123,9 @@ class ConversionReport:
         return self.plan.macs - (macs_of(self.layers).before or 0)
 
     @property
-    def budget(self) -> BudgetReport:
-        """How the kernel counts were chosen; of a folded model, before folding."""
-        budget = self.plan.budget
-        exact_count = None
-        if budget.exact_count is not None:
-            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
-            exact_count = int(budget.exact_count * 100) / 100
-        return BudgetReport(
-            scope=self.plan.scope,
-            kernel_count=budget.kernel_count,
-            limit=budget.limit,
-            used=budget.used,
-            exact_count=exact_count,
-        )
+    def budget(self) -> PlanBudget:
+        """How many parameters the counts may use, and do use; of a folded model, before folding."""
+        return self.plan.budget
 
     @property
     def layers_beyond_map(self) -> int:
@@ -153,7 +142,7 @@ class ConversionReport:
             "output": self.output,
             "params": as_json(self.params),
             "macs": as_json(self.macs),
-            "budget": as_json(self.budget),
+            "budget": _budget_row(plan),
             "layers": [_layer_row(layer) for layer in self.layers],
             "skipped": [as_json(skip) for skip in plan.skipped],
             "stages_from": plan.stages_from,
@@ -180,6 +169,22 @@ class ConversionReport:
 
     __str__ = as_text
     _repr_html_ = as_html
+
+
+def _budget_row(plan: ConversionPlan) -> dict[str, Any]:
+    """Return what the JSON has of the budget; the exact count has two decimals."""
+    budget = plan.budget
+    exact_count = None
+    if budget.exact_count is not None:
+        exact_count = int(budget.exact_count * 100) / 100  # down, so that 34.996 is not shown as 35
+    return {
+        "scope": plan.scope,
+        "kernel_count": budget.kernel_count,
+        "limit": budget.limit,
+        "used": budget.used,
+        "exact_count": exact_count,
+        "slack": budget.slack,
+    }
 
 
 def _layer_row(layer: LayerPlan) -> dict[str, Any]:
