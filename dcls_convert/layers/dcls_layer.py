@@ -3,11 +3,11 @@
 One forward pass of a 2-D layer, on a CPU:
 
 1. `DclsLayer.forward` pads the input, if torch's convolution does not know the padding.
-2. `_convolve_2d`: the layer looks up how to convolve (`ways.py`, `depthwise/table.py`) and
-   remembers it for inputs of the same kind.
+2. `_convolve_2d`: the layer looks up how to convolve (`conv_cache.py`, `depthwise/table.py`) and
+   remembers it for inputs of the same shape, strides and dtype.
 3. `clamped_kernel`: in training, positions are clamped, if they may be changed; the kernel is
    constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
-4. The way convolves, oneDNN's or torch's.
+4. oneDNN's algorithm or torch's convolves.
 
 On a GPU, the block kernels do steps 3 and 4 together if the interpolation is bilinear
 (`gpu_construction.py`).
@@ -41,13 +41,13 @@ from ..geometry import (
 )
 from .bilinear_plain import per_axis
 from .construction import construct_unchecked
+from .conv_cache import ConvCache, key_of, prepare_conv
 from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .padding import pad
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
-from .ways import Ways, key_of, prepare_way
 
 IntOrTuple = int | Sequence[int]
 
@@ -117,7 +117,7 @@ class DclsLayer(CheckedLayer):
         self.kernel_size = self.dilated_kernel_size
         self._set_grow(grow)
         self.traits = PLAIN
-        self._ways = Ways()
+        self._convs = ConvCache()
         self._check_arguments()
         self._learnt_size = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
         limits = list(map(position_limits, self._learnt_size))
@@ -237,7 +237,7 @@ class DclsLayer(CheckedLayer):
         if find_interpolation(name).has_sigma:
             raise ValueError(f"interpolation={name!r} needs a sigma")
         self.interpolation = name
-        self._ways.clear()
+        self._convs.clear()
         if not self.is_tied:
             self.sigma = None
 
@@ -298,7 +298,7 @@ class DclsLayer(CheckedLayer):
         )
 
     def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
-        """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
+        """Convolve by the algorithm that the table gives; blocks need no constructed kernel."""
         weight = self.weight
         positions = self.positions
         bias = self.bias
@@ -306,17 +306,17 @@ class DclsLayer(CheckedLayer):
         if bias is not None:
             tensors.append(bias)
         eager = is_eager(*tensors) and not is_counting_flops()
-        found = None
+        prepared = None
         if eager:
             settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
             key = (*settings, *key_of(input, weight, positions, bias))
-            found = self._ways.get(key)
-        if found is None:
-            found = prepare_way(self, input, padding, eager=eager)
+            prepared = self._convs.get(key)
+        if prepared is None:
+            prepared = prepare_conv(self, input, padding, eager=eager)
             if eager:
-                self._ways.keep(key, found)
-        convolve, takes_elements = found
-        if takes_elements:
+                self._convs.keep(key, prepared)
+        convolve, is_fused = prepared
+        if is_fused:
             if torch.compiler.is_compiling():
                 self._clamp_before_use_()
             return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
