@@ -144,7 +144,7 @@ def _row(
 ) -> PositionRow:
     """Compute the statistics of the positions that some layers share; the first has them."""
     first = layers[0]
-    tensors = {kind: state[name] for kind, name in first.position_names.items()}
+    tensors = {attribute: state[name] for attribute, name in first.position_names.items()}
     positions = tensors["positions"]
     mean_sigma = None
     if "sigma" in tensors:

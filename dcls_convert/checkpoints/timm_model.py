@@ -137,19 +137,21 @@ def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -
     from timm.models import FeatureDictNet, FeatureGraphNet, FeatureHookNet
     from timm.models._features import FeatureGetterNet
 
-    kind = type(build_model(source, device="meta", trust_code=True))
-    if not issubclass(kind, FeatureDictNet | FeatureGraphNet | FeatureHookNet | FeatureGetterNet):
+    extractor = type(build_model(source, device="meta", trust_code=True))
+    if not issubclass(
+        extractor, FeatureDictNet | FeatureGraphNet | FeatureHookNet | FeatureGetterNet
+    ):
         model = build_model(source, seed=None, trust_code=True)  # returns features by itself
         finish_(model)
         return model
 
     def finish_and_wrap(_: type, network: nn.Module, **settings: Any) -> nn.Module:
         finish_(network)
-        wrapped: nn.Module = kind(network, **settings)
+        wrapped: nn.Module = extractor(network, **settings)
         return wrapped
 
     # timm calls its argument `feature_cls` with the whole network.
-    finishing = type(kind.__name__, (kind,), {"__new__": finish_and_wrap})
+    finishing = type(extractor.__name__, (extractor,), {"__new__": finish_and_wrap})
     args = {**source.args, "feature_cls": finishing}
     model = build_model(replace(source, args=args), seed=None, trust_code=True)
     exclude_from_weight_decay_(model)
@@ -197,7 +199,7 @@ def _load_(
         kwargs: The caller's arguments of the base model.
     """
     _place_(model, _layers_of(model, plan), kwargs)
-    if plan.source is not None and plan.source.kind == "timm":
+    if plan.source is not None and plan.source.prefix == "timm":
         _load_by_timm_(model, cfg, weights, in_chans=kwargs.get("in_chans"))
     else:
         load_weights_(model, weights, WEIGHTS)

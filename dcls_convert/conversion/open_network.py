@@ -11,8 +11,8 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.sites import ModelConvs
 from ..networks.source import (
-    LIBRARY_KINDS,
-    OTHER_TIMM_KINDS,
+    LIBRARY_PREFIXES,
+    OTHER_TIMM_PREFIXES,
     ModelSource,
     check_source,
     resolve_model,
@@ -88,7 +88,7 @@ def load(
             source = replace(source, args={**source.args, "num_classes": classes})
             structure = _structure(request, source)
     source_in_checkpoint = source
-    if source is None or source.kind in OTHER_TIMM_KINDS:
+    if source is None or source.prefix in OTHER_TIMM_PREFIXES:
         source_in_checkpoint = stated_source(structure)
     inputs = inputs_of(structure, request.input_size, request.example_inputs)
     if inputs is None and source_in_checkpoint is not None:
@@ -126,7 +126,7 @@ def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Mod
     build = functools.partial(
         build_model, source, seed=request.seed, offline=request.dry_run, trust_code=True
     )
-    if source.kind in LIBRARY_KINDS:
+    if source.prefix in LIBRARY_PREFIXES:
         structure = build(device="meta")
         if is_library_code(structure):
             return structure
@@ -191,7 +191,7 @@ def _classes_of_weights(
             f"{short_list(differing)}; state the number of classes for a new one, or 0 for none"
         )
     classes = differing_num_classes(structure, weights.entries)
-    if classes is not None and (source is None or source.kind not in LIBRARY_KINDS):
+    if classes is not None and (source is None or source.prefix not in LIBRARY_PREFIXES):
         raise CheckpointError(
             f"{weights.where}: its classifier is for another number of classes than the model's; "
             f"build the model with {classes} classes"
@@ -215,7 +215,7 @@ def build_network(loaded: LoadedNetwork, *, notify: Notify = ignore_messages) ->
     weights = loaded.weights
     if loaded.authors_weights is not None:
         weights = None
-    if source.kind not in LIBRARY_KINDS:
+    if source.prefix not in LIBRARY_PREFIXES:
         network = loaded.structure
         if weights is not None:
             load_weights_(network, weights.entries, weights.where, optional=weights.new_classifier)

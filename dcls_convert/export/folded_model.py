@@ -20,7 +20,7 @@ from ..running.model_state import image_dtype
 from ..running.process_settings import suppress_output
 from ..running.run import running
 from ..text import one_line, shortened
-from .formats import OutputKind
+from .formats import OutputFormat
 
 COMPARED_IMAGES = 3  # images on which outputs are compared
 FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders sums
@@ -34,7 +34,7 @@ class ExportReport(Record):
     checkpoint: str
     output: str
     data_file: str | None = None  # with the weights, if they do not fit into an ONNX file
-    kind: OutputKind
+    kind: OutputFormat
     relative_error: float  # of the outputs; the larger of the errors of folding and of the format
     loading: str  # lines of Python that load the output
     layers: int
@@ -61,11 +61,13 @@ class FoldedModel:
     force: bool
     notify: Notify
 
-    def report(self, kind: OutputKind, error: float, loading: str, **fields: Any) -> ExportReport:
+    def report(
+        self, output_format: OutputFormat, error: float, loading: str, **fields: Any
+    ) -> ExportReport:
         """Return the report of what was written.
 
         Args:
-            kind: Value of `ExportReport.kind`.
+            output_format: What was written: `ExportReport.kind`.
             error: Relative error of the written model's outputs.
             loading: Lines of Python that load the output, with `{folder}` for its path.
             fields: Other fields of the report.
@@ -73,7 +75,7 @@ class FoldedModel:
         return ExportReport(
             checkpoint=str(self.checkpoint.folder),
             output=str(self.output),
-            kind=kind,
+            kind=output_format,
             relative_error=max(error, self.relative_error),
             loading=with_folder(loading, self.output),
             layers=len(self.checkpoint.plan.layers),

@@ -125,7 +125,7 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         ModelError: The model is not timm's, or no candidate gives these shapes.
     """
     source = plan.source
-    if source is None or source.kind != "timm":
+    if source is None or source.prefix != "timm":
         raise ModelError(f"{plan.model or 'the model'} is not in timm's registry")
     base = build_model(source, device="meta")
     parameters = inspect.signature(type(base).__init__).parameters

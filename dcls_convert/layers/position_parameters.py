@@ -24,14 +24,14 @@ FLATTENED = (
 class PositionParameter:
     """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    kind: str  # "positions" or "sigma"
+    attribute: str  # of its layers: "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
     layers: dict[str, DclsConvNd]  # by name, in the model's order
 
     @property
     def name(self) -> str:
         """Its name in `named_parameters`; a part without the first layer has none of this name."""
-        return f"{next(iter(self.layers))}.{self.kind}".lstrip(".")
+        return f"{next(iter(self.layers))}.{self.attribute}".lstrip(".")
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
@@ -58,10 +58,10 @@ class PositionParameter:
         return centre
 
 
-def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:
+def position_parameters(model: nn.Module, *attributes: str) -> tuple[PositionParameter, ...]:
     """Return every positions and sigma tensor of the model once, in the order of the layers.
 
-    If `kinds` ("positions", "sigma") are given, return only tensors of these kinds.
+    If `attributes` ("positions", "sigma") are given, return only these.
 
     Raises:
         DclsConvertError: FSDP1 has flattened them.
@@ -70,13 +70,13 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, DclsConvNd):
             continue
-        for kind in kinds or POSITION_PARAMETERS:
-            tensor = getattr(layer, kind)
+        for attribute in attributes or POSITION_PARAMETERS:
+            tensor = getattr(layer, attribute)
             if tensor is None:
                 continue
             if is_flattened(tensor):
                 raise DclsConvertError(FLATTENED)
-            parameter = PositionParameter(kind=kind, tensor=tensor, layers={})
+            parameter = PositionParameter(attribute=attribute, tensor=tensor, layers={})
             parameters.setdefault(id(tensor), parameter).layers[layer_name] = layer
     return tuple(parameters.values())
 

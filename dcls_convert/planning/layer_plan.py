@@ -61,7 +61,7 @@ class LayerPlan(OldConv):
     output_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
 
     @property
-    def position_kinds(self) -> tuple[str, ...]:
+    def position_attributes(self) -> tuple[str, ...]:
         """The names of the parameters that say where elements are; a tie group shares them."""
         if find_interpolation(self.interpolation).has_sigma:
             return POSITION_PARAMETERS
@@ -74,8 +74,8 @@ class LayerPlan(OldConv):
 
     @property
     def position_names(self) -> dict[str, str]:
-        """Kind -> name of the tensor in a state dict, if this layer is the first of its group."""
-        return {kind: f"{self.name}.{kind}" for kind in self.position_kinds}
+        """Attribute -> name in a state dict, if this layer is the first of its group."""
+        return {attribute: f"{self.name}.{attribute}" for attribute in self.position_attributes}
 
     @property
     def position_shape(self) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ class LayerPlan(OldConv):
     @property
     def coordinates_per_element(self) -> int:
         """Learnable numbers of one element besides its weight: its position, and sigma if any."""
-        return self.position_shape[0] * len(self.position_kinds)
+        return self.position_shape[0] * len(self.position_attributes)
 
     @property
     def params_before(self) -> int:

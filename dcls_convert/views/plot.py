@@ -184,8 +184,8 @@ def _draw_kernels(panels: Sequence["Axes"], layer: LayerPlan, state: Mapping[str
     """Draw the kernels of a layer with the most energy, and dots for their elements."""
     weight = _weight_of(layer, state)  # (O, I, *dense, E)
     tensors = {}
-    for kind, name in layer.position_names.items():
-        tensors[kind] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
+    for attribute, name in layer.position_names.items():
+        tensors[attribute] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
     kernels = construct_kernel(
         weight,
         tensors["positions"],
