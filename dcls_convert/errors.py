@@ -49,7 +49,7 @@ class ModelError(DclsConvertError):
 
 
 class CheckpointError(DclsConvertError):
-    """Weights or a checkpoint folder that cannot be read or written."""
+    """A weights file or a folder that cannot be read or written."""
 
 
 class WriteError(CheckpointError):

@@ -1,4 +1,4 @@
-"""The README.md of a checkpoint folder, and Python code that loads a folder or trains its model."""
+"""The README.md of a folder, and Python code that loads a folder or trains its model."""
 
 import json
 from collections.abc import Mapping

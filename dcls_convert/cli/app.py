@@ -62,7 +62,7 @@ app = typer.Typer(
     help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
     "dcls-convert convnext_tiny --dilated-size 17\n\n"
     "converts a timm or torchvision model, reports parameters and MACs, "
-    "and writes a checkpoint that timm loads. "
+    "and writes a folder that timm loads. "
     "`convert` is the default command; its options: dcls-convert convert --help",
 )
 

@@ -29,7 +29,7 @@ OutputFolder = Annotated[
         "--output",
         "-o",
         metavar="FOLDER",
-        help="Checkpoint to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
+        help="Folder to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
     ),
 ]
 WithPicture = Annotated[
@@ -99,7 +99,7 @@ def convert(
     verbose: Verbose = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Replace a model's convolutions, report, and write a checkpoint."""
+    """Replace a model's convolutions, report, and write a folder."""
     # Parameters that are not named below are fields of one of the two records.
     request = ConversionRequest(
         **options.values_for(ConversionRequest, context),
@@ -152,7 +152,7 @@ def _convert_and_save(
     """Convert, and write the checkpoint. Without `output`, it gets its default name."""
 
     def check_folder(folder: Path) -> None:
-        check_output_path(folder, force=force, reason_to_keep=_reason_to_keep)
+        check_output_path(folder, force=force, why_keep=_why_keep)
 
     def approve(planned: "Conversion") -> None:
         _check_macs(planned, max_macs)
@@ -166,7 +166,7 @@ def _convert_and_save(
     if (request.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
         _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
-        from ..checkpoints.folder import open_checkpoint
+        from ..checkpoints.folder import open_folder
         from ..conversion.convert import carry_out
         from ..running.process_settings import check_device
 
@@ -174,7 +174,7 @@ def _convert_and_save(
             request = replace(request, device=str(check_device(request.device)))
         plan = None
         if request.plan_folder is not None:
-            plan = open_checkpoint(request.plan_folder).plan
+            plan = open_folder(request.plan_folder).plan
         conversion = carry_out(
             request,
             plan=plan,
@@ -275,8 +275,8 @@ def _default_output(conversion: "Conversion") -> Path:
     return Path(f"{Path(name).name}-dcls{size}{counts}{start}")
 
 
-def _reason_to_keep(path: Path) -> str | None:
+def _why_keep(path: Path) -> str | None:
     """Say why a checkpoint must not replace this path; None if it may."""
-    from ..checkpoints.folder import reason_not_a_checkpoint  # imports torch
+    from ..checkpoints.folder import why_not_our_folder  # imports torch
 
-    return reason_not_a_checkpoint(path)
+    return why_not_our_folder(path)

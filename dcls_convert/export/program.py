@@ -1,6 +1,6 @@
 """Write a folded model as one file: a program of torch.export, or an ONNX model made from it.
 
-The file is run, and kept only if it gives the outputs of the checkpoint's model.
+The file is run, and kept only if it gives the outputs of the folder's model.
 """
 
 import io
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import DclsConvertError, ModelError
-from ..output import check_output_path, new_output, reason_not_a_file
+from ..output import check_output_path, new_output, why_not_a_file
 from ..running.compare_outputs import check_close, tensors_in
 from ..running.input_spec import have_batch_axis
 from ..running.process_settings import suppress_output
@@ -61,7 +61,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     data = None
     if size > MAX_IN_ONE_FILE:
         data = folded.output.with_name(f"{folded.output.name}{DATA_SUFFIX}")
-        check_output_path(data, force=folded.force, reason_to_keep=reason_not_a_file)
+        check_output_path(data, force=folded.force, why_keep=why_not_a_file)
 
     def write(program: ExportedProgram, path: Path) -> LoadedFile:
         names = list(map(str, program.graph_signature.user_inputs))
@@ -133,7 +133,7 @@ def _write_file(
         DclsConvertError: The export fails, or the outputs differ too much.
     """
     subject = f"the export to {output_format}"
-    with new_output(folded.output, force=folded.force, reason_to_keep=reason_not_a_file) as path:
+    with new_output(folded.output, force=folded.force, why_keep=why_not_a_file) as path:
         folded.notify("exporting")
         try:
             with torch.no_grad(), suppress_output():

@@ -140,7 +140,7 @@ def resolve_model(
     if pretrained and prefix not in OTHER_TIMM_PREFIXES:
         raise ModelError(
             f"{name}: pretrained weights are for models of timm and torchvision; "
-            "let the factory load its own, or give a checkpoint"
+            "let the factory load its own, or give a weights file"
         )
     if prefix == "hf-hub":
         _check_hub_name(name)

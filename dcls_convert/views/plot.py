@@ -1,4 +1,4 @@
-"""The figure of a checkpoint, drawn by matplotlib (extra `plot`), which is imported late.
+"""The figure of a folder, drawn by matplotlib (extra `plot`), which is imported late.
 
 Each row shows one positions tensor: where its elements are, and kernels of its first layer with
 their elements. Below, curves show how the elements moved, if there is a record of a training.
