@@ -172,7 +172,7 @@ def _row(
         interpolation=first.interpolation,
         kernels=math.prod(positions.shape[1:-1]),
         elements=math.prod(positions.shape[1:]),
-        border_share=statistics.border_share(positions, first.learnt_size, first.learnt_sides),
+        border_share=statistics.border_share(positions, first.learnt_size, first.learnt_grow),
         overlap_share=statistics.overlap_share(positions),
         spread=statistics.rms_per_axis(from_centre),
         mean_distance=statistics.mean_distance(from_centre),

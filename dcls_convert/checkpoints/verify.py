@@ -83,7 +83,7 @@ def _checks(
     except DclsConvertError as error:
         yield _problem("files", error, folder)
         return
-    yield _check_hash(opened, state, stamp)
+    yield _compare_hash(opened, state, stamp)
     notify("rebuilding the model")
     try:
         if model is None:
@@ -97,8 +97,8 @@ def _checks(
         yield _problem(MODEL, error, opened.weights_path)
         return
     yield Check(name=MODEL, ok=True, detail=f"rebuilt; all {len(state)} tensors fit")
-    yield from _check_classes(loaded, opened)
-    yield _check_outputs(loaded, opened, state, stamp)
+    yield from _compare_classes(loaded, opened)
+    yield _compare_outputs(loaded, opened, state, stamp)
 
 
 def _problem(name: str, error: DclsConvertError, path: Path) -> Check:
@@ -107,7 +107,7 @@ def _problem(name: str, error: DclsConvertError, path: Path) -> Check:
     return Check(name=name, ok=False, detail=detail)
 
 
-def _check_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None) -> Check:
+def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None) -> Check:
     """Check that the tensors are those that were written."""
     if stamp is None:
         detail = "not checked: another program wrote it, without a hash"
@@ -119,7 +119,7 @@ def _check_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp 
     return Check(name=WEIGHTS, ok=True, detail="as written")
 
 
-def _check_classes(model: nn.Module, opened: OpenedFolder) -> Iterator[Check]:
+def _compare_classes(model: nn.Module, opened: OpenedFolder) -> Iterator[Check]:
     """Yield a failed check for each place in the config with another number of classes.
 
     timm would load such a folder with a random classifier.
@@ -133,7 +133,7 @@ def _check_classes(model: nn.Module, opened: OpenedFolder) -> Iterator[Check]:
             yield Check(name=CONFIG, ok=False, detail=detail)
 
 
-def _check_outputs(
+def _compare_outputs(
     model: nn.Module, opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None
 ) -> Check:
     """Compare the model's outputs with those stored beside the weights."""

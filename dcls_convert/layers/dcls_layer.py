@@ -31,13 +31,13 @@ from ..geometry import (
     all_new_cells,
     along_learnt_axes,
     extent,
+    grow_of_axes,
     is_uneven,
     learnt_axes,
     on_every_axis,
     padded_cells,
     plain_numbers,
     position_limits,
-    sides_of,
 )
 from .bilinear_plain import per_axis
 from .construction import construct_unchecked
@@ -151,28 +151,28 @@ class DclsLayer(CheckedLayer):
     def _set_grow(self, grow: Grow | Sequence[Grow]) -> None:
         """Set how the window grows: to one side, from one cell; `from_conv` knows the kernel."""
         axes: Any = [grow] * self.dims if isinstance(grow, str) else grow
-        sides: tuple[Grow, ...] = ()
+        grows: tuple[Grow, ...] = ()
         if isinstance(axes, Sequence):
-            sides = sides_of(axes, self.dims)
-        if len(sides) != self.dims or not all(side in get_args(Grow) for side in sides):
+            grows = grow_of_axes(axes, self.dims)
+        if len(grows) != self.dims or not all(axis in get_args(Grow) for axis in grows):
             raise ValueError(
                 f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
             )
-        if set(sides) != {"both"}:
-            self.grow = sides
+        if set(grows) != {"both"}:
+            self.grow = grows
             self.kernel_size = tuple(
-                size if side == "both" else 1
-                for size, side in zip(self.dilated_kernel_size, sides, strict=True)
+                size if grow == "both" else 1
+                for size, grow in zip(self.dilated_kernel_size, grows, strict=True)
             )
 
     @property
     def new_cells(self) -> list[Pair]:
         """The cells before and after each axis that the layer adds to its `padding`."""
-        sides = all_new_cells(self.dilated_kernel_size, self.kernel_size, self.grow)
+        cells = all_new_cells(self.dilated_kernel_size, self.kernel_size, self.grow)
         spacings = self.on_every_axis(self.dilation)
         return [
             (before * spacing, after * spacing)
-            for (before, after), spacing in zip(sides, spacings, strict=True)
+            for (before, after), spacing in zip(cells, spacings, strict=True)
         ]
 
     def on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
@@ -343,8 +343,8 @@ class DclsLayer(CheckedLayer):
         """Add all padding to the input, for a convolution that does not pad."""
         extents = list(map(extent, self.kernel_size, self.on_every_axis(self.dilation)))
         stride = self.on_every_axis(self.stride)
-        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
-        return pad(input, sides, self.new_cells, self.padding_mode)
+        cells = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
+        return pad(input, cells, self.new_cells, self.padding_mode)
 
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..geometry import Grow, along_learnt_axes, old_centre, position_limits, sides_of
+from ..geometry import Grow, along_learnt_axes, grow_of_axes, old_centre, position_limits
 from .dcls_conv import DclsConvNd
 from .ties import POSITION_PARAMETERS, at_least_float32, is_flattened
 
@@ -40,18 +40,18 @@ class PositionParameter:
         return along_learnt_axes(first.dilated_kernel_size, first.dense_axes)
 
     @property
-    def learnt_sides(self) -> list[Grow]:
+    def learnt_grow(self) -> list[Grow]:
         """How the window grows along each learnt axis."""
         first = next(iter(self.layers.values()))
-        sides = sides_of(first.grow, first.dims)
-        return [sides[axis] for axis in first.learnt_axes]
+        grows = grow_of_axes(first.grow, first.dims)
+        return [grows[axis] for axis in first.learnt_axes]
 
     @property
     def old_centre(self) -> list[float]:
         """`geometry.old_centre` along each learnt axis."""
         first = next(iter(self.layers.values()))
         centre = []
-        for axis, grow in zip(first.learnt_axes, self.learnt_sides, strict=True):
+        for axis, grow in zip(first.learnt_axes, self.learnt_grow, strict=True):
             low, high = position_limits(first.dilated_kernel_size[axis])
             before, after = first.new_cells[axis]
             centre.append(old_centre((low + before, high - after), grow))

@@ -257,7 +257,7 @@ def _broken_by(convs: ModelConvs, drafts: Sequence[LayerPlan]) -> dict[str, dict
     if convs.dependence is None:
         return {}
     windows = {draft.name: draft.dilated_size for draft in drafts}
-    grow = {draft.name: draft.sides for draft in drafts if draft.grow}
+    grow = {draft.name: draft.grow_of_axes for draft in drafts if draft.grow}
     return convs.dependence.broken_by(windows, grow)
 
 
