@@ -1,4 +1,4 @@
-"""A checkpoint folder: the names of its files, the stamp in its weights, and `Checkpoint`.
+"""A folder that dcls-convert wrote: the names of its files, its stamp, and `OpenedFolder`.
 
 Reading a folder runs no code.
 """
@@ -82,8 +82,8 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """The contents of a checkpoint folder's config.json; weights are read on request."""
+class OpenedFolder:
+    """The contents of a folder's config.json; weights are read on request."""
 
     folder: Path
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
@@ -176,7 +176,7 @@ class Checkpoint:
             )
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_folder(folder: str | Path) -> OpenedFolder:
     """Read and check a folder's config.json.
 
     Raises:
@@ -188,7 +188,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     _check_links(folder)
     if not path.exists() and not (folder / WEIGHTS).exists():
         raise CheckpointError(
-            f"{shortened(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
+            f"{shortened(folder, 200)}: is not a folder of dcls-convert; "
+            f"it has neither {CONFIG} nor {WEIGHTS}"
         )
     config = read_json(path, str(path))
     architecture = config.get("architecture")
@@ -213,7 +214,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     provenance = own_entry.get(PROVENANCE) if isinstance(own_entry, dict) else None
     if not isinstance(provenance, dict):
         provenance = None
-    return Checkpoint(
+    return OpenedFolder(
         folder=folder,
         stored_plan=plan,
         stored_source=source,
@@ -274,8 +275,8 @@ def _stated_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
-def reason_not_a_checkpoint(path: Path) -> str | None:
-    """Say why a path is not a checkpoint folder and must not be replaced; None if it is one.
+def why_not_our_folder(path: Path) -> str | None:
+    """Say why a path is no folder of dcls-convert and must not be replaced; None if it is one.
 
     An empty folder may be replaced, too.
     """
@@ -287,7 +288,7 @@ def reason_not_a_checkpoint(path: Path) -> str | None:
     for entry in entries:
         is_known = entry.name in (*FILES, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
-            return f"holds {shortened(entry.name)!r}, which does not belong to a checkpoint"
+            return f"holds {shortened(entry.name)!r}, which dcls-convert does not write"
     if not entries or _was_written_by_dcls_convert(path):
         return None
     return "was not written by dcls-convert"
@@ -299,5 +300,5 @@ def _was_written_by_dcls_convert(folder: Path) -> bool:
         if read_stamp(folder / WEIGHTS) is not None:
             return True
     with contextlib.suppress(CheckpointError):
-        return open_checkpoint(folder).stored_plan is not None
+        return open_folder(folder).stored_plan is not None
     return False

@@ -202,7 +202,7 @@ def make_sweep(
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
     if request.checkpoint_key is not None and request.weights is None:
-        note("the checkpoint key has no effect without a checkpoint")
+        note("the checkpoint key has no effect without a weights file")
     network, weights = open_network(request, offline=True, notify=notify, note=note)
     if weights is not None and weights.elements:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
+"""`dcls-convert MODEL`: plan, convert, report, and write a folder."""
 
 import shlex
 import socket
@@ -31,7 +31,7 @@ OutputFolder = Annotated[
         "--output",
         "-o",
         metavar="FOLDER",
-        help="Checkpoint to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
+        help="Folder to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
     ),
 ]
 WithPicture = Annotated[
@@ -101,7 +101,7 @@ def convert(
     verbose: Verbose = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Replace a model's convolutions, report, and write a checkpoint."""
+    """Replace a model's convolutions, report, and write a folder."""
     request = ConversionRequest(
         network=NetworkRequest(
             model=model,
@@ -181,10 +181,10 @@ def _convert_and_save(
     force: bool,
     quiet: bool,
 ) -> "Conversion":
-    """Convert, and write the checkpoint. Without `output`, it gets its default name."""
+    """Convert, and write the folder. Without `output`, it gets its default name."""
 
     def check_folder(folder: Path) -> None:
-        check_output_path(folder, force=force, reason_to_keep=_reason_to_keep)
+        check_output_path(folder, force=force, why_keep=_why_keep)
 
     def approve(draft: "DraftPlan", start: str) -> None:
         nonlocal output
@@ -202,7 +202,7 @@ def _convert_and_save(
     if (request.network.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
         _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
-        from ..checkpoints.folder import open_checkpoint
+        from ..checkpoints.folder import open_folder
         from ..conversion.convert import carry_out
         from ..running.process_settings import check_device
 
@@ -210,7 +210,7 @@ def _convert_and_save(
             check_device(request.network.device)
         plan = None
         if request.plan_folder is not None:
-            plan = open_checkpoint(request.plan_folder).plan
+            plan = open_folder(request.plan_folder).plan
         conversion = carry_out(
             request,
             plan=plan,
@@ -255,7 +255,7 @@ def _check_macs(request: ConversionRequest, draft: "DraftPlan", max_macs: float)
 
 
 def _show(conversion: "Conversion", verbose: int) -> None:
-    """Print the report and, if a checkpoint was written, the next steps."""
+    """Print the report and, if a folder was written, the next steps."""
     from ..reports.report import report_view
     from ..views.next_steps import next_steps
 
@@ -305,8 +305,8 @@ def _default_output(request: ConversionRequest, draft: "DraftPlan", start: str) 
     return Path(f"{Path(name).name}-dcls{size}{counts}{suffix}")
 
 
-def _reason_to_keep(path: Path) -> str | None:
-    """Say why a checkpoint must not replace this path; None if it may."""
-    from ..checkpoints.folder import reason_not_a_checkpoint  # imports torch
+def _why_keep(path: Path) -> str | None:
+    """Say why a folder must not replace this path; None if it may."""
+    from ..checkpoints.folder import why_not_our_folder  # imports torch
 
-    return reason_not_a_checkpoint(path)
+    return why_not_our_folder(path)

@@ -1,4 +1,4 @@
-"""`dcls-convert fold`: turn the layers of a checkpoint into plain convolutions."""
+"""`dcls-convert fold`: turn the layers of a folder into plain convolutions."""
 
 import textwrap
 from pathlib import Path
@@ -27,14 +27,13 @@ OutputPath = Annotated[
         "--output",
         "-o",
         metavar="PATH",
-        help="Folder or file to write (default: ./CHECKPOINT-folded, ./CHECKPOINT.onnx or "
-        "./CHECKPOINT.pt2).",
+        help="Folder or file to write (default: ./FOLDER-folded, ./FOLDER.onnx or ./FOLDER.pt2).",
     ),
 ]
 
 
 def fold(
-    checkpoint: options.CheckpointArgument,
+    folder: options.FolderArgument,
     format: Format = "timm",
     output: OutputPath = None,
     input_size: options.InputSize = None,
@@ -44,15 +43,15 @@ def fold(
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
+    """Turn a converted network's layers into plain convolutions, for use elsewhere.
 
     Positions are then no longer learnable. Outputs stay the same; this is checked before writing.
     """
-    from ..export.fold import fold_checkpoint
+    from ..export.fold import fold_folder
 
-    with console.steps(str(checkpoint), quiet=quiet) as notify:
-        report = fold_checkpoint(
-            checkpoint,
+    with console.steps(str(folder), quiet=quiet) as notify:
+        report = fold_folder(
+            folder,
             format,
             output,
             input_size=input_size,
@@ -83,7 +82,7 @@ def _lines(report: "ExportReport") -> list[str]:
         files += f" and {report.data_file}, which must stay beside it"
     return [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
-        f"Outputs match the checkpoint (relative error {error}).",
+        f"Outputs match those before folding (relative error {error}).",
         f"Wrote {files}: {_description(report)}.",
         "",
         *textwrap.indent(report.loading, "    ").splitlines(),

@@ -106,7 +106,7 @@ def convert_(
     Returns:
         The report, with `report.layers[0].kernel_count`,
         `report.params.after` and so on. `save_converted(model, report.plan, folder)` writes a
-        checkpoint.
+        folder.
 
     Raises:
         DclsConvertError: Something does not fit, or options exclude each other. The message is one

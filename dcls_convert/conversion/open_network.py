@@ -16,8 +16,8 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.sites import ModelConvs
 from ..networks.source import (
-    LIBRARY_KINDS,
-    OTHER_TIMM_KINDS,
+    LIBRARY_PREFIXES,
+    OTHER_TIMM_PREFIXES,
     ModelSource,
     check_source,
     resolve_model,
@@ -109,7 +109,7 @@ class FromLibrary(_Named):
     @property
     def source(self) -> ModelSource | None:
         """What builds it again, for a folder; None if nothing does."""
-        if self.built_by.kind in OTHER_TIMM_KINDS:
+        if self.built_by.prefix in OTHER_TIMM_PREFIXES:
             return stated_source(self.structure)
         return self.built_by
 
@@ -211,7 +211,7 @@ def _open_named(
             source, device=device, seed=request.seed, offline=offline, trust_code=True
         )
 
-    if source.kind not in LIBRARY_KINDS:
+    if source.prefix not in LIBRARY_PREFIXES:
         return FromUserCode(request=request, built_by=source, structure=build("cpu"))
     structure = build("meta")
     if not is_library_code(structure):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
 ELEMENTS = "elements"  # a start beside those of `Init`: the elements that the weights have
-NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a checkpoint"
+NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a weights file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class NetworkRequest:
         for name in ("seed", "input_size"):
             object.__setattr__(self, name, plain_numbers(getattr(self, name)))
         if self.pretrained and self.weights is not None:
-            raise PlanError("pretrained weights and a checkpoint exclude each other")
+            raise PlanError("pretrained weights and a weights file exclude each other")
         if isinstance(self.seed, bool) or not isinstance(self.seed, Integral):
             raise PlanError(f"seed {shortened(repr(self.seed))} must be an integer")
         if not 0 <= self.seed <= MAX_SEED:
@@ -123,7 +123,7 @@ class ConversionRequest:
     network: NetworkRequest
     options: PlanOptions = field(default_factory=PlanOptions)
     start: StartRequest = field(default_factory=StartRequest)
-    # Checkpoint folder whose plan is carried out, for the records; None for a new plan.
+    # Folder whose plan is carried out, for the records; None for a new plan.
     plan_folder: Path | None = None
     dry_run: bool = False  # nothing is downloaded, and the network is not built with its weights
     command: str | None = None  # the command line as typed; None from Python
@@ -173,9 +173,9 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
     start = request.start
     if request.network.weights is None:
         if request.network.checkpoint_key is not None:
-            sentences.append("the checkpoint key has no effect without a checkpoint")
+            sentences.append("the checkpoint key has no effect without a weights file")
         if start.authors_version is not None:
-            sentences.append("the authors' version has no effect without a checkpoint")
+            sentences.append("the authors' version has no effect without a weights file")
     if start.positions != "normal" and request.init != "random":
         sentences.append(
             f"positions {start.positions!r} have no effect: they are for init 'random'"

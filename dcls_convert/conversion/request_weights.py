@@ -29,7 +29,7 @@ def read_request_weights(
     """
     assert request.weights is not None
     notify("reading weights")
-    where = f"checkpoint {request.weights}"
+    where = f"weights file {request.weights}"
     if isinstance(request.weights, Mapping):
         where = "the state dict"
     state = read_weights(request.weights, key=request.checkpoint_key, note=note)

@@ -7,6 +7,6 @@ from typing import Literal
 
 FormatName = Literal["timm", "onnx", "pt2"]
 # What was written: a file, or a folder that timm loads by itself, or one that needs this package.
-OutputKind = Literal["onnx", "pt2", "stock timm", "dcls"]
+OutputFormat = Literal["onnx", "pt2", "stock timm", "dcls"]
 # End of the default output's name. Every output of a file format must end in it.
 SUFFIXES: dict[FormatName, str] = {"timm": "-folded", "onnx": ".onnx", "pt2": ".pt2"}
