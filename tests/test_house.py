@@ -126,6 +126,23 @@ def test_the_command_line_answers_without_torch(line, code, printed):
     assert printed in (done.stdout if code == 0 else done.stderr)
 
 
+def test_plans_rules_and_reports_are_read_without_torch():
+    modules = ["planning.plan", "planning.planner", "planning.rule_files", "reports.report"]
+    imports = "; ".join(f"import dcls_convert.{module}" for module in modules)
+    golden = Path(__file__).parent / "golden" / "fit"
+    program = ("-m", "dcls_convert")
+    for arguments, code, printed in [
+        (("-c", imports), 0, ""),
+        ((*program, "rules", "check", "depthwise"), 0, "valid, "),
+        ((*program, "inspect", str(golden), "--plan"), 0, '"kernel_count": '),
+        ((*program, "inspect", str(PACKAGE), "--plan"), 2, "is not a checkpoint"),
+    ]:
+        done, imported = imported_by(*arguments)
+        assert imported & {"torch", "timm", "torchvision", "numpy"} == set(), arguments
+        assert done.returncode == code
+        assert printed in (done.stdout if code == 0 else done.stderr)
+
+
 def test_a_missing_torch_is_one_line_that_says_what_to_install():
     program = (
         "import sys; sys.modules['torch'] = None; "

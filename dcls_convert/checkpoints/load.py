@@ -18,6 +18,7 @@ from ..planning.plan import ConversionPlan
 from ..running.model_state import unchanged_on_failure
 from ..weights.loading import build_and_load, load_weights_
 from .folder import Checkpoint, open_checkpoint
+from .stored_weights import read_state
 
 
 def load_converted(
@@ -52,7 +53,7 @@ def load_converted(
         check_argument("model", model, nn.Module)
     checkpoint = open_checkpoint(folder)
     _ = checkpoint.plan  # raises if there is none
-    loaded = load_state(checkpoint, checkpoint.read_state(), model=model, trust_code=trust_code)
+    loaded = load_state(checkpoint, read_state(checkpoint), model=model, trust_code=trust_code)
     return loaded if device is None else loaded.to(device)
 
 

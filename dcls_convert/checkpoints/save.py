@@ -24,7 +24,8 @@ from .current_plan import (
     with_current_interpolations,
 )
 from .fingerprint import NOT_CHECKED, take_fingerprint
-from .folder import open_checkpoint, reason_not_a_checkpoint
+from .folder import open_checkpoint
+from .stored_weights import reason_not_a_checkpoint
 from .write import clamped_state_, write_texts, write_weights
 
 NO_SOURCE = (

@@ -21,6 +21,7 @@ from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_
 from .folder import CONFIG, PLAN_KEY, TORCH_WEIGHTS, WEIGHTS, open_checkpoint
 from .load import place_stored_plan_
+from .stored_weights import read_state
 
 
 def create_converted(
@@ -67,7 +68,7 @@ def create_converted(
         if pretrained_model_args is not None and not features_only and not is_overlaid:
             _check_classes(source, pretrained_model_args, cfg)
         checkpoint = open_checkpoint(_weights_folder(cfg, cache_dir))
-        weights = checkpoint.read_state()
+        weights = read_state(checkpoint)
         finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
     else:
         finish_ = partial(_initialise_, plan=stored)

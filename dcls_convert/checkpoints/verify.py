@@ -13,8 +13,9 @@ from ..records import Record
 from ..text import shortened
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import CONFIG, WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
+from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
 from .load import load_state
+from .stored_weights import Stamp, check_tensors, read_stamp
 
 MODEL = "model"  # name of the check that rebuilds the model
 
@@ -113,7 +114,7 @@ def _check_hash(checkpoint: Checkpoint, state: Mapping[str, Tensor], stamp: Stam
         detail = "not checked: another program wrote it, without a hash"
         return Check(name=WEIGHTS, ok=None, detail=detail)
     try:
-        checkpoint.check_tensors(state)
+        check_tensors(checkpoint, state)
     except DclsConvertError as error:
         return _problem(WEIGHTS, error, checkpoint.weights_path)
     return Check(name=WEIGHTS, ok=True, detail="as written")

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
+from ..checkpoints.folder import Checkpoint, open_checkpoint
 from ..checkpoints.load import load_state
+from ..checkpoints.stored_weights import read_state, reason_not_a_checkpoint
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
 from ..networks.find_convs import parameter_count
@@ -105,7 +106,7 @@ def _load(checkpoint: Checkpoint, model: str | None, *, trust_code: bool) -> nn.
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
-    state = checkpoint.read_state()
+    state = read_state(checkpoint)
     return load_state(checkpoint, state, model=unconverted, trust_code=trust_code).eval()
 
 
