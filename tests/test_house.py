@@ -164,6 +164,17 @@ def test_options_that_are_written_out_are_those_of_their_record(function):
     assert options.INTERPOLATION_NAMES == tuple(interpolation.INTERPOLATIONS)
 
 
+def test_texts_that_repeat_the_limits_of_auto_state_the_present_ones():
+    page = (PACKAGE.parent / "docs/convert.md").read_text(encoding="utf-8")
+    page = " ".join(page.split())
+    docstring = " ".join(dcls_convert.convert_.__doc__.split())
+    percent = f"adds at most {options.MAX_ADDED_COST_PERCENT:g} % to the"
+    window = options.MAX_WINDOW
+    assert f"{percent} network's MACs" in page
+    assert f"makes no window larger than {window}x{window}" in page
+    assert f"{percent} model's MACs, with windows of at most {window};" in docstring
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop.md"])
 def test_the_pages_for_developers_name_files_and_code_that_exist(page):
     root = PACKAGE.parent
