@@ -49,7 +49,7 @@ class ModelError(DclsConvertError):
 
 
 class CheckpointError(DclsConvertError):
-    """Weights or a checkpoint folder that cannot be read or written."""
+    """A weights file or a folder that cannot be read or written."""
 
 
 class WriteError(CheckpointError):
@@ -71,14 +71,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY)
 
 
-def check_argument(name: str, value: object, kind: type) -> None:
+def check_argument(name: str, value: object, expected: type) -> None:
     """Raise DclsConvertError unless the argument is of this class; say what to give instead."""
-    if isinstance(value, kind):
+    if isinstance(value, expected):
         return
     found = f"a {type(value).__name__}"
     if isinstance(value, type):
         found = f"the class {value.__name__}"
     elif isinstance(value, str | Path):
         found = f"the text {shortened(repr(str(value)))}"
-    give = GIVE.get(kind.__name__, f"a {kind.__name__}")
+    give = GIVE.get(expected.__name__, f"a {expected.__name__}")
     raise DclsConvertError(f"{name}: found {found}; give {give}")

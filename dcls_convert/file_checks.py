@@ -47,7 +47,7 @@ def builtin_rules() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def check_file(path: Path, what: str = "checkpoint") -> None:
+def check_file(path: Path, what: str = "weights file") -> None:
     """Check that there is a file.
 
     Raises:
@@ -72,7 +72,7 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
 
 
 def check_folder(path: Path) -> Path:
-    """Return the path of a checkpoint if it is a folder, else raise CheckpointError."""
+    """Return the path if it is a folder, else raise CheckpointError."""
     if path.is_dir():
         return path
     cure = "convert a model first, and name the folder that was written"

@@ -81,7 +81,7 @@ def check_window(
         old_extent = extent(kernel, spacing)
         if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        is_one_sided = sides_of(grow, len(window))[axis] != "both"
+        is_one_sided = grow_of_axes(grow, len(window))[axis] != "both"
         if size >= old_extent and (is_one_sided or (size - old_extent) % 2 == 0):
             continue
         side_text = str(size)
@@ -132,11 +132,11 @@ def all_new_cells(
     window: Sequence[int], extents: Sequence[int], grow: Sequence[Grow]
 ) -> list[Pair]:
     """Return the `new_cells` of each axis."""
-    sides = sides_of(grow, len(window))
-    return [new_cells(*axis) for axis in zip(window, extents, sides, strict=True)]
+    grows = grow_of_axes(grow, len(window))
+    return [new_cells(*axis) for axis in zip(window, extents, grows, strict=True)]
 
 
-def sides_of(grow: Sequence[Grow], dims: int) -> tuple[Grow, ...]:
+def grow_of_axes(grow: Sequence[Grow], dims: int) -> tuple[Grow, ...]:
     """Return how a window grows along each axis; empty means to both sides along all."""
     both: Grow = "both"
     return tuple(grow) or (both,) * dims
@@ -195,7 +195,7 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
     if padding == "valid":
         return [(0, 0)] * len(extents)
     if padding == "same":
-        return [_halves(side - 1) for side in extents]
+        return [_halves(length - 1) for length in extents]
     pairs = []
     for cells in padding:
         assert not isinstance(cells, str)
@@ -262,9 +262,9 @@ def padded_cells(
     if padding != DYNAMIC_SAME:
         return static_padding(padding, extents)
     pairs = []
-    for size, side, step in zip(input_size, extents, stride, strict=True):
+    for size, kernel_extent, step in zip(input_size, extents, stride, strict=True):
         outputs = ceil_div(size, step)
-        pairs.append(_halves(max((outputs - 1) * step + side - size, 0)))
+        pairs.append(_halves(max((outputs - 1) * step + kernel_extent - size, 0)))
     return pairs
 
 
@@ -305,6 +305,6 @@ def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
     return tuple(sorted(set(range(dims)).difference(dense_axes)))
 
 
-def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sides of a kernel or window along its learnt axes."""
-    return tuple([sides[axis] for axis in learnt_axes(len(sides), dense_axes)])
+def along_learnt_axes(lengths: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of a kernel or window along its learnt axes."""
+    return tuple([lengths[axis] for axis in learnt_axes(len(lengths), dense_axes)])

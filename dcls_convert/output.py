@@ -25,15 +25,15 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 FIGURE_LIBRARY = "matplotlib"  # of the extra `plot`
 
 # Returns why an existing path must be kept; None if it may be replaced.
-ReasonToKeep = Callable[[Path], str | None]
+WhyKeep = Callable[[Path], str | None]
 
 
-def check_output_path(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> None:
+def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
     """Refuse (CheckpointError) an output that could not be written when the work is done.
 
     Args:
-        force: Accept a path that exists, if `reason_to_keep` gives no reason to keep it.
-        reason_to_keep: Returns why an existing path must be kept; None if it may be replaced.
+        force: Accept a path that exists, if `why_keep` gives no reason to keep it.
+        why_keep: Returns why an existing path must be kept; None if it may be replaced.
     """
     try:
         if path.name in ("", ".."):
@@ -44,7 +44,7 @@ def check_output_path(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) 
         if path.is_symlink() or path.exists():
             if not force:
                 raise OutputExistsError(path)
-            reason = reason_to_keep(path)
+            reason = why_keep(path)
             if reason is not None:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
@@ -59,13 +59,13 @@ def check_output_path(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) 
 
 
 @contextlib.contextmanager
-def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
+def new_output(output: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
     """Yield a path to write a folder or a file to.
 
     It gets its final name when the block ends without an error; until then, an existing output
     keeps the name. If the block writes more files beside a file, all get their final names or none.
     """
-    check_output_path(output, force=force, reason_to_keep=reason_to_keep)
+    check_output_path(output, force=force, why_keep=why_keep)
     folder = output.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> It
             parts = sorted(part for part in Path(partial).iterdir() if part != new)
             for part in (*parts, new):
                 final = output.with_name(part.name)
-                check_output_path(final, force=force, reason_to_keep=reason_to_keep)
+                check_output_path(final, force=force, why_keep=why_keep)
             if new.is_file():
                 _publish_files(new, parts, output)
             else:
@@ -131,7 +131,7 @@ def _publish_folder(new: Path, output: Path, force: bool) -> None:
             old.rename(output)
 
 
-def reason_not_a_file(path: Path) -> str | None:
+def why_not_a_file(path: Path) -> str | None:
     """Return why a path must not be replaced by a file; None for a regular file."""
     if path.is_symlink():
         return "is a link"

@@ -36,9 +36,9 @@ JsonFraction = Annotated[Fraction, BeforeValidator(_read_fraction)]
 
 
 @functools.cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's adapter for a record's class; it is created once."""
-    return TypeAdapter(kind)
+def adapter(record_type: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter for a record's type; it is created once."""
+    return TypeAdapter(record_type)
 
 
 class Record:

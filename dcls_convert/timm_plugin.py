@@ -11,7 +11,7 @@ from typing import Any
 
 
 def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
-    """Create the model in a checkpoint folder, for `timm.create_model("local-dir:FOLDER")`.
+    """Create the model of a folder, for `timm.create_model("local-dir:FOLDER")`.
 
     timm registers it under this function's name, which the folder's `config.json` states.
     """

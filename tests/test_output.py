@@ -15,7 +15,7 @@ import pytest
 
 from dcls_convert import save_converted
 from dcls_convert.errors import CheckpointError
-from dcls_convert.output import new_output, reason_not_a_file
+from dcls_convert.output import new_output, why_not_a_file
 
 from .checkpoints.folders import convert
 
@@ -32,12 +32,12 @@ def folder_writer(text):
 
 def file_writer(text):
     """Return a function that writes a file that holds the text."""
-    return writer(lambda path: path.write_text(text), reason_not_a_file)
+    return writer(lambda path: path.write_text(text), why_not_a_file)
 
 
-def writer(fill, reason_to_keep):
+def writer(fill, why_keep):
     def write(path, *, force=False, between=lambda: None):
-        with new_output(path, force=force, reason_to_keep=reason_to_keep) as partial:
+        with new_output(path, force=force, why_keep=why_keep) as partial:
             fill(partial)
             between()
 
@@ -187,7 +187,7 @@ def test_a_file_and_its_second_file_are_both_old_or_both_new(tmp_path, force, en
     """As an ONNX model and its weights, which are wrong beside another one."""
 
     def write(text, path, force=False):
-        with new_output(path, force=force, reason_to_keep=reason_not_a_file) as partial:
+        with new_output(path, force=force, why_keep=why_not_a_file) as partial:
             partial.write_text(text)
             partial.with_name(f"{partial.name}.data").write_text(text)
 

@@ -1,4 +1,4 @@
-"""The README.md of a checkpoint folder, and Python code that loads a folder or trains its model."""
+"""The README.md of a folder, and Python code that loads a folder or trains its model."""
 
 import json
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def model_card(
         lines = "\n".join(provenance_lines(provenance))
         conversion = f"\n## Conversion\n\n```text\n{lines}\n```\n"
     metadata = "tags:\n- dcls\n"
-    if report.plan.source is not None and report.plan.source.kind == "timm":
+    if report.plan.source is not None and report.plan.source.prefix == "timm":
         metadata = "library_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n"
     return (
         f"---\n{metadata}---\n"
@@ -94,15 +94,15 @@ def loading_code(model: str | None) -> str:
     Args:
         model: The plan's model; None if only its user can build it.
     """
-    kind = (model or "").partition(":")[0]
-    if kind == "timm":
+    prefix = (model or "").partition(":")[0]
+    if prefix == "timm":
         return LOAD_BY_TIMM_PLUGIN
     arguments = '"{folder}"'
     comment = ""
     if model is None:
         arguments += ", model=unconverted"
         comment = "  # your unconverted model"
-    elif kind not in REGISTRIES:
+    elif prefix not in REGISTRIES:
         arguments += ", trust_code=True"
     return f"import dcls_convert\n\nmodel = dcls_convert.load_converted({arguments}){comment}\n"
 

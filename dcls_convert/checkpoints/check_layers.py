@@ -68,10 +68,10 @@ def _problems(modules: Mapping[str, Any], plan: ConversionPlan) -> Iterator[tupl
             yield layer.name, found, cure
     name_of: dict[Tensor, str] = {}  # of parameters, each of which is loaded into one layer
     for layer in plan.layers:
-        for kind in ("weight", "positions"):
-            parameter = modules[layer.name]._parameters.get(kind)
+        for attribute in ("weight", "positions"):
+            parameter = modules[layer.name]._parameters.get(attribute)
             if parameter is not None and name_of.setdefault(parameter, layer.name) != layer.name:
-                yield layer.name, f"shares its {kind} with {name_of[parameter]}", UNDO
+                yield layer.name, f"shares its {attribute} with {name_of[parameter]}", UNDO
     planned = {modules[layer.name] for layer in plan.layers}
     for name, module in modules.items():
         if isinstance(module, DclsConvNd) and module not in planned:
@@ -189,9 +189,9 @@ def _have_equal_positions(layer: DclsConvNd, other: DclsConvNd) -> bool:
     """True if the positions (and sigmas) of two layers have equal values."""
     if layer.interpolation != other.interpolation:
         return False
-    for kind in POSITION_PARAMETERS:
-        values = getattr(layer, kind)
-        if values is not None and not torch.equal(values, getattr(other, kind)):
+    for attribute in POSITION_PARAMETERS:
+        values = getattr(layer, attribute)
+        if values is not None and not torch.equal(values, getattr(other, attribute)):
             return False
     return True
 

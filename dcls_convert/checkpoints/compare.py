@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import DclsConvertError
 from ..text import one_line
 from .fingerprint import Fingerprint, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import open_checkpoint
+from .folder import open_folder
 from .load import load_state
 from .stored_weights import read_state
 
@@ -42,22 +42,22 @@ def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> 
     Raises:
         CheckpointError: The file's tensors are not those that were written.
     """
-    checkpoint = open_checkpoint(folder)
-    state = read_state(checkpoint)
+    opened = open_folder(folder)
+    state = read_state(opened)
     try:
-        loaded = load_state(checkpoint, state, model=None, trust_code=False)
+        loaded = load_state(opened, state, model=None, trust_code=False)
         set_precision_(loaded, stored, state)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1:
             loaded.to(devices.pop())
     except DclsConvertError as error:
-        message = one_line(error).removeprefix(f"{checkpoint.weights_path}: ")
+        message = one_line(error).removeprefix(f"{opened.weights_path}: ")
         return Comparison(difference=message.removeprefix("does not fit the model; "))
     except Exception as error:  # no memory for a copy, for example
         return Comparison(not_compared=f"{type(error).__name__}: {one_line(error)[:120]}")
     if stored.outputs is None:
         return Comparison(not_compared=stored.reason)
-    inputs = checkpoint.inputs
+    inputs = opened.inputs
     comparison = _compare_outputs(take_fingerprint(loaded, inputs), stored)
     if comparison is not None:
         return comparison

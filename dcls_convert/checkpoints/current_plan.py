@@ -32,7 +32,7 @@ def with_current_args(
         return plan
     network = build_model(source, device="meta")
     args = dict(plan.model_args)
-    if source.kind == "timm":
+    if source.prefix == "timm":
         args |= _changed_args(network, model)
         channels = _differing_channels(network, state)
         if channels is not None:

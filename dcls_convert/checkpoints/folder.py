@@ -1,4 +1,4 @@
-"""A checkpoint folder: the names of its files, and `Checkpoint`, what its config.json says.
+"""A folder that dcls-convert wrote: the names of its files, and `OpenedFolder`, what its config.json says.
 
 Reading a folder runs no code, and imports no torch.
 """
@@ -32,8 +32,8 @@ OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """The contents of a checkpoint folder's config.json; `read_state` reads its weights."""
+class OpenedFolder:
+    """The contents of a folder's config.json; `read_state` reads its weights."""
 
     folder: Path
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
@@ -93,7 +93,7 @@ class Checkpoint:
         return self.stored_source
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_folder(folder: str | Path) -> OpenedFolder:
     """Read and check a folder's config.json.
 
     Raises:
@@ -105,7 +105,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     _check_links(folder)
     if not path.exists() and not (folder / WEIGHTS).exists():
         raise CheckpointError(
-            f"{shortened(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
+            f"{shortened(folder, 200)}: is not a folder of dcls-convert; "
+            f"it has neither {CONFIG} nor {WEIGHTS}"
         )
     config = read_json(path, str(path))
     architecture = config.get("architecture")
@@ -130,7 +131,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     provenance = own_entry.get(PROVENANCE) if isinstance(own_entry, dict) else None
     if not isinstance(provenance, dict):
         provenance = None
-    return Checkpoint(
+    return OpenedFolder(
         folder=folder,
         stored_plan=plan,
         stored_source=source,

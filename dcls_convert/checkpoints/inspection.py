@@ -1,4 +1,4 @@
-"""Compute statistics of a checkpoint's positions: where its elements are. Builds no model."""
+"""Compute statistics of a folder's positions: where its elements are. Builds no model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..records import Record
 from ..weights.loading import describe_non_finite
-from .folder import Checkpoint
+from .folder import OpenedFolder
 from .stored_weights import read_state
 
 
@@ -48,7 +48,7 @@ class PositionRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection(Record):
-    """Statistics of all positions of a checkpoint, and how it was converted, if that is known.
+    """Statistics of all positions of a folder, and how it was converted, if that is known.
 
     `dcls-convert inspect` shows it.
     """
@@ -82,50 +82,50 @@ class Inspection(Record):
         return {**Record.to_dict(self), "total": total}
 
 
-def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
-    """Return the plan of a checkpoint that has positions.
+def plan_with_positions(opened: OpenedFolder) -> ConversionPlan:
+    """Return the plan of a folder that has positions.
 
     Raises:
         CheckpointError: There is no plan, or the model is folded.
     """
-    plan = checkpoint.plan
+    plan = opened.plan
     if plan.folded:
         raise CheckpointError(
-            f"{checkpoint.folder}: is folded into plain convolutions, which have no positions"
+            f"{opened.folder}: is folded into plain convolutions, which have no positions"
         )
     return plan
 
 
 def inspect_state(
-    checkpoint: Checkpoint, state: Mapping[str, Tensor], start: Checkpoint | None = None
+    opened: OpenedFolder, state: Mapping[str, Tensor], start: OpenedFolder | None = None
 ) -> Inspection:
-    """Compute statistics of a checkpoint's positions.
+    """Compute statistics of a folder's positions.
 
     Args:
-        checkpoint: The checkpoint.
+        opened: The folder.
         state: Its tensors.
-        start: The checkpoint from which its training started, to say how far elements moved.
+        start: The folder from which its training started, to say how far elements moved.
 
     Raises:
         CheckpointError: The model is folded, a tensor does not fit the plan, or the start has other
             positions.
     """
-    plan = plan_with_positions(checkpoint)
+    plan = plan_with_positions(opened)
     start_state = read_state(start) if start is not None else None
     for layer, *_ in position_groups(plan.layers):
         for name in layer.position_names.values():
             problem = _describe_misfit(layer, name, state.get(name))
             if problem is not None:
                 raise CheckpointError(
-                    f"{checkpoint.weights_path}: {problem}; dcls-convert verify lists all problems"
+                    f"{opened.weights_path}: {problem}; dcls-convert verify lists all problems"
                 )
     return Inspection(
-        folder=str(checkpoint.folder),
+        folder=str(opened.folder),
         model=plan.model,
         positions=tuple(
             _row(layers, state, start_state) for layers in position_groups(plan.layers)
         ),
-        provenance=checkpoint.provenance,
+        provenance=opened.provenance,
     )
 
 
@@ -145,7 +145,7 @@ def _row(
 ) -> PositionRow:
     """Compute the statistics of the positions that some layers share; the first has them."""
     first = layers[0]
-    tensors = {kind: state[name] for kind, name in first.position_names.items()}
+    tensors = {attribute: state[name] for attribute, name in first.position_names.items()}
     positions = tensors["positions"]
     mean_sigma = None
     if "sigma" in tensors:
@@ -173,7 +173,7 @@ def _row(
         interpolation=first.interpolation,
         kernels=math.prod(positions.shape[1:-1]),
         elements=math.prod(positions.shape[1:]),
-        border_share=statistics.border_share(positions, first.learnt_size, first.learnt_sides),
+        border_share=statistics.border_share(positions, first.learnt_size, first.learnt_grow),
         overlap_share=statistics.overlap_share(positions),
         spread=statistics.rms_per_axis(from_centre),
         mean_distance=statistics.mean_distance(from_centre),

@@ -17,7 +17,7 @@ from ..placing.place import place_layers_without_values_
 from ..planning.plan import ConversionPlan
 from ..running.model_state import unchanged_on_failure
 from ..weights.loading import build_and_load, load_weights_
-from .folder import Checkpoint, open_checkpoint
+from .folder import OpenedFolder, open_folder
 from .stored_weights import read_state
 
 
@@ -51,14 +51,14 @@ def load_converted(
     """
     if model is not None:
         check_argument("model", model, nn.Module)
-    checkpoint = open_checkpoint(folder)
-    _ = checkpoint.plan  # raises if there is none
-    loaded = load_state(checkpoint, read_state(checkpoint), model=model, trust_code=trust_code)
+    opened = open_folder(folder)
+    _ = opened.plan  # raises if there is none
+    loaded = load_state(opened, read_state(opened), model=model, trust_code=trust_code)
     return loaded if device is None else loaded.to(device)
 
 
 def load_state(
-    checkpoint: Checkpoint,
+    opened: OpenedFolder,
     state: Mapping[str, Tensor],
     *,
     model: nn.Module | None,
@@ -70,12 +70,12 @@ def load_state(
     """
 
     def place_(unconverted: nn.Module) -> None:
-        if checkpoint.stored_plan is not None:
-            place_stored_plan_(unconverted, checkpoint.stored_plan)
+        if opened.stored_plan is not None:
+            place_stored_plan_(unconverted, opened.stored_plan)
 
-    where = str(checkpoint.weights_path)
+    where = str(opened.weights_path)
     if model is None:
-        source = checkpoint.source(trust_code=trust_code)
+        source = opened.source(trust_code=trust_code)
         network = build_and_load(source, state, where, prepare_=place_)
     else:
         network = inside_wrappers(model, replaces_parameters=True)
@@ -83,8 +83,8 @@ def load_state(
             place_(network)
             load_weights_(network, state, where)
     # What is saved from the network then has the folder's preprocessing, classes and origin.
-    replace_stated_cfg_(network, checkpoint.pretrained_cfg)
-    attach_provenance_(network, checkpoint.provenance)
+    replace_stated_cfg_(network, opened.pretrained_cfg)
+    attach_provenance_(network, opened.provenance)
     return network if model is None else model
 
 

@@ -24,8 +24,8 @@ from .current_plan import (
     with_current_interpolations,
 )
 from .fingerprint import NOT_CHECKED, take_fingerprint
-from .folder import open_checkpoint
-from .stored_weights import reason_not_a_checkpoint
+from .folder import open_folder
+from .stored_weights import why_not_our_folder
 from .write import clamped_state_, write_texts, write_weights
 
 NO_SOURCE = (
@@ -40,15 +40,15 @@ def check_output(folder: str | Path, *, force: bool = False) -> None:
 
     Args:
         folder: Folder that will be written.
-        force: Whether an existing checkpoint folder will be replaced.
+        force: Whether an existing folder of dcls-convert will be replaced.
 
     Raises:
-        CheckpointError: The folder exists and `force` is not set, it is not a checkpoint, or there
+        CheckpointError: The folder exists and `force` is not set, it is another program's, or there
             is no permission to write it.
     """
     if not isinstance(folder, str | os.PathLike):
         check_argument("folder", folder, Path)
-    check_output_path(Path(folder), force=force, reason_to_keep=reason_not_a_checkpoint)
+    check_output_path(Path(folder), force=force, why_keep=why_not_our_folder)
 
 
 def save_converted(
@@ -74,12 +74,12 @@ def save_converted(
     Args:
         model: Converted by `apply_plan_(model, plan)`; its positions are clamped to their windows.
             May be wrapped (`torch.compile`, DataParallel, DDP, averaged copies).
-        plan: The plan that was carried out, or the checkpoint folder from which the model was
+        plan: The plan that was carried out, or the folder from which the model was
             loaded. The model may have another number of classes than the plan's.
         folder: Folder to write. It must not exist, unless `force` is set; `check_output` checks
             this before a training.
         report: The model's report, with its errors; by default, the plan's report.
-        force: Replace an existing checkpoint folder. Anything else in the way is never touched.
+        force: Replace an existing folder of ours. Anything else in the way is never touched.
         check: Load the folder back and compare; store outputs for `dcls-convert verify`. If False,
             none of the model's code runs, and the folder says so.
         source: What builds the unconverted network, such as "torchvision:resnet50". timm's models
@@ -100,7 +100,7 @@ def save_converted(
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
     name = folder.resolve().name
     notes: list[str] = []
-    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+    with new_output(folder, force=force, why_keep=why_not_our_folder) as partial:
         partial.mkdir()
         write_texts(partial, name, model, plan, report=report, picture=picture)
         write_weights(partial, state, fingerprint)
@@ -137,7 +137,7 @@ def save_just_converted(
     """
     state = clamped_state_(model)
     fingerprint = take_fingerprint(model, plan.inputs)
-    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+    with new_output(folder, force=force, why_keep=why_not_our_folder) as partial:
         partial.mkdir()
         write_texts(partial, folder.resolve().name, model, plan, report=report, picture=picture)
         write_weights(partial, state, fingerprint)
@@ -152,7 +152,7 @@ def _as_it_is(
     """
     is_saved = isinstance(plan, str | Path)
     if isinstance(plan, str | Path):
-        plan = open_checkpoint(plan).plan
+        plan = open_folder(plan).plan
     check_argument("plan", plan, ConversionPlan)
     plan = with_current_interpolations(plan_for_features(model, plan), model)
     check_layers(model, plan)

@@ -1,4 +1,4 @@
-"""The weights file of a checkpoint folder: the stamp in it, and reading it."""
+"""The weights file of a folder: the stamp in it, and reading it."""
 
 import contextlib
 import hashlib
@@ -24,8 +24,8 @@ from .folder import (
     PICTURE,
     TORCH_WEIGHTS,
     WEIGHTS,
-    Checkpoint,
-    open_checkpoint,
+    OpenedFolder,
+    open_folder,
 )
 
 STAMP_FORMAT = 2
@@ -71,43 +71,43 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
 
 
-def read_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint's weights file.
+def read_state(opened: OpenedFolder) -> dict[str, Tensor]:
+    """Read all tensors of a folder's weights file.
 
     Raises:
         CheckpointError: The file cannot be read, or its tensors are not those of its hash.
     """
-    torch_file = checkpoint.folder / TORCH_WEIGHTS
-    if torch_file.exists() and not checkpoint.weights_path.exists():
+    torch_file = opened.folder / TORCH_WEIGHTS
+    if torch_file.exists() and not opened.weights_path.exists():
         return read_weights(torch_file)
-    state = load_safetensors(checkpoint.weights_path)
-    check_tensors(checkpoint, state)
+    state = load_safetensors(opened.weights_path)
+    check_tensors(opened, state)
     return state
 
 
-def check_tensors(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> None:
+def check_tensors(opened: OpenedFolder, state: Mapping[str, Tensor]) -> None:
     """Refuse (CheckpointError) tensors of the weights file that do not belong to the folder.
 
     A file without a stamp is accepted: timm writes none after fine-tuning.
     """
-    stamp = read_stamp(checkpoint.weights_path)
+    stamp = read_stamp(opened.weights_path)
     if stamp is None:
         return
-    if not checkpoint.is_ours:
+    if not opened.is_ours:
         raise CheckpointError(
-            f"{checkpoint.weights_path}: another program wrote {CONFIG} after these weights; if it "
+            f"{opened.weights_path}: another program wrote {CONFIG} after these weights; if it "
             "has tuned the model, its weights are in another file"
         )
     # This takes about as long as reading the tensors.
     if stamp.tensors != tensors_hash(state.items()):
         raise CheckpointError(
-            f"{checkpoint.weights_path}: its tensors are not those that were written; "
+            f"{opened.weights_path}: its tensors are not those that were written; "
             "it is damaged or was changed"
         )
 
 
-def reason_not_a_checkpoint(path: Path) -> str | None:
-    """Say why a path is not a checkpoint folder and must not be replaced; None if it is one.
+def why_not_our_folder(path: Path) -> str | None:
+    """Say why a path is no folder of dcls-convert and must not be replaced; None if it is one.
 
     An empty folder may be replaced, too.
     """
@@ -119,7 +119,7 @@ def reason_not_a_checkpoint(path: Path) -> str | None:
     for entry in entries:
         is_known = entry.name in (*FILES, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
-            return f"holds {shortened(entry.name)!r}, which does not belong to a checkpoint"
+            return f"holds {shortened(entry.name)!r}, which does not belong to a folder"
     if not entries or _was_written_by_dcls_convert(path):
         return None
     return "was not written by dcls-convert"
@@ -131,5 +131,5 @@ def _was_written_by_dcls_convert(folder: Path) -> bool:
         if read_stamp(folder / WEIGHTS) is not None:
             return True
     with contextlib.suppress(CheckpointError):
-        return open_checkpoint(folder).stored_plan is not None
+        return open_folder(folder).stored_plan is not None
     return False

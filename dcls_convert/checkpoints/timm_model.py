@@ -19,7 +19,7 @@ from ..networks.timm_notes import set_pretrained_cfg_
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_
-from .folder import CONFIG, PLAN_KEY, TORCH_WEIGHTS, WEIGHTS, open_checkpoint
+from .folder import CONFIG, PLAN_KEY, TORCH_WEIGHTS, WEIGHTS, open_folder
 from .load import place_stored_plan_
 from .stored_weights import read_state
 
@@ -35,7 +35,7 @@ def create_converted(
     features_only: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build the model that a checkpoint's config.json describes; timm calls this.
+    """Build the model that a folder's config.json describes; timm calls this.
 
     A new head is initialised from torch's global generator, as timm's own heads are.
 
@@ -62,13 +62,13 @@ def create_converted(
     )
     cfg = resolved.to_dict()
     source = _source(stored, kwargs, cfg, features_only=features_only)
-    checkpoint = None
+    opened = None
     if pretrained:
         is_overlaid = "num_classes" in (pretrained_cfg_overlay or {})
         if pretrained_model_args is not None and not features_only and not is_overlaid:
             _check_classes(source, pretrained_model_args, cfg)
-        checkpoint = open_checkpoint(_weights_folder(cfg, cache_dir))
-        weights = read_state(checkpoint)
+        opened = open_folder(_weights_folder(cfg, cache_dir))
+        weights = read_state(opened)
         finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
     else:
         finish_ = partial(_initialise_, plan=stored)
@@ -79,8 +79,8 @@ def create_converted(
         model = build_model(source, seed=None, trust_code=True)
         finish_(model)
     set_pretrained_cfg_(model, {**cfg, "architecture": TIMM_ARCHITECTURE})
-    if checkpoint is not None:
-        attach_provenance_(model, checkpoint.provenance)
+    if opened is not None:
+        attach_provenance_(model, opened.provenance)
     return model
 
 
@@ -89,7 +89,7 @@ def _checked_plan(plan: Mapping[str, Any] | None, args: Mapping[str, Any]) -> Co
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
-            'load a checkpoint: timm.create_model("local-dir:FOLDER")'
+            'load a folder: timm.create_model("local-dir:FOLDER")'
         )
     stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
     if stored.model is None:
@@ -138,19 +138,21 @@ def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -
     from timm.models import FeatureDictNet, FeatureGraphNet, FeatureHookNet
     from timm.models._features import FeatureGetterNet
 
-    kind = type(build_model(source, device="meta", trust_code=True))
-    if not issubclass(kind, FeatureDictNet | FeatureGraphNet | FeatureHookNet | FeatureGetterNet):
+    extractor = type(build_model(source, device="meta", trust_code=True))
+    if not issubclass(
+        extractor, FeatureDictNet | FeatureGraphNet | FeatureHookNet | FeatureGetterNet
+    ):
         model = build_model(source, seed=None, trust_code=True)  # returns features by itself
         finish_(model)
         return model
 
     def finish_and_wrap(_: type, network: nn.Module, **settings: Any) -> nn.Module:
         finish_(network)
-        wrapped: nn.Module = kind(network, **settings)
+        wrapped: nn.Module = extractor(network, **settings)
         return wrapped
 
     # timm calls its argument `feature_cls` with the whole network.
-    finishing = type(kind.__name__, (kind,), {"__new__": finish_and_wrap})
+    finishing = type(extractor.__name__, (extractor,), {"__new__": finish_and_wrap})
     args = {**source.args, "feature_cls": finishing}
     model = build_model(replace(source, args=args), seed=None, trust_code=True)
     exclude_from_weight_decay_(model)
@@ -198,7 +200,7 @@ def _load_(
         kwargs: The caller's arguments of the base model.
     """
     _place_(model, _layers_of(model, plan), kwargs)
-    if plan.source is not None and plan.source.kind == "timm":
+    if plan.source is not None and plan.source.prefix == "timm":
         _load_by_timm_(model, cfg, weights, in_chans=kwargs.get("in_chans"))
     else:
         load_weights_(model, weights, WEIGHTS)

@@ -1,4 +1,4 @@
-"""Verify a checkpoint folder: load it, run it, and compare its outputs with those stored in it."""
+"""Verify a folder: load it, run it, and compare its outputs with those stored in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ..records import Record
 from ..text import shortened
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
+from .folder import CONFIG, WEIGHTS, OpenedFolder, open_folder
 from .load import load_state
 from .stored_weights import Stamp, check_tensors, read_stamp
 
@@ -47,7 +47,7 @@ def verify_folder(
     trust_code: bool = False,
     notify: Notify = ignore_messages,
 ) -> Verification:
-    """Check a checkpoint folder: its weights, and the model that it loads.
+    """Check a folder: its weights, and the model that it loads.
 
     Args:
         folder: The folder to check.
@@ -78,28 +78,28 @@ def _checks(
     """Yield the checks in order, until a failure leaves nothing more to check."""
     notify("checking the files")
     try:
-        checkpoint = open_checkpoint(folder)
-        stamp = read_stamp(checkpoint.weights_path)
-        state = load_safetensors(checkpoint.weights_path)
+        opened = open_folder(folder)
+        stamp = read_stamp(opened.weights_path)
+        state = load_safetensors(opened.weights_path)
     except DclsConvertError as error:
         yield _problem("files", error, folder)
         return
-    yield _check_hash(checkpoint, state, stamp)
+    yield _compare_hash(opened, state, stamp)
     notify("rebuilding the model")
     try:
         if model is None:
-            checkpoint.source(trust_code=trust_code)
+            opened.source(trust_code=trust_code)
     except DclsConvertError as error:
         yield Check(name=MODEL, ok=None, detail=f"not checked: {error}")
         return
     try:
-        loaded = load_state(checkpoint, state, model=model, trust_code=trust_code)
+        loaded = load_state(opened, state, model=model, trust_code=trust_code)
     except DclsConvertError as error:
-        yield _problem(MODEL, error, checkpoint.weights_path)
+        yield _problem(MODEL, error, opened.weights_path)
         return
     yield Check(name=MODEL, ok=True, detail=f"rebuilt; all {len(state)} tensors fit")
-    yield from _check_classes(loaded, checkpoint)
-    yield _check_outputs(loaded, checkpoint, state, stamp)
+    yield from _compare_classes(loaded, opened)
+    yield _compare_outputs(loaded, opened, state, stamp)
 
 
 def _problem(name: str, error: DclsConvertError, path: Path) -> Check:
@@ -108,34 +108,34 @@ def _problem(name: str, error: DclsConvertError, path: Path) -> Check:
     return Check(name=name, ok=False, detail=detail)
 
 
-def _check_hash(checkpoint: Checkpoint, state: Mapping[str, Tensor], stamp: Stamp | None) -> Check:
+def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None) -> Check:
     """Check that the tensors are those that were written."""
     if stamp is None:
         detail = "not checked: another program wrote it, without a hash"
         return Check(name=WEIGHTS, ok=None, detail=detail)
     try:
-        check_tensors(checkpoint, state)
+        check_tensors(opened, state)
     except DclsConvertError as error:
-        return _problem(WEIGHTS, error, checkpoint.weights_path)
+        return _problem(WEIGHTS, error, opened.weights_path)
     return Check(name=WEIGHTS, ok=True, detail="as written")
 
 
-def _check_classes(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Check]:
+def _compare_classes(model: nn.Module, opened: OpenedFolder) -> Iterator[Check]:
     """Yield a failed check for each place in the config with another number of classes.
 
     timm would load such a folder with a random classifier.
     """
-    if checkpoint.stored_source is None:
+    if opened.stored_source is None:
         return
-    classes = getattr(model, "num_classes", checkpoint.stored_source.args.get("num_classes"))
-    for place, found in checkpoint.stated_classes.items():
+    classes = getattr(model, "num_classes", opened.stored_source.args.get("num_classes"))
+    for place, found in opened.stated_classes.items():
         if isinstance(classes, int) and found != classes:
             detail = f"{place} is {shortened(found)}, but the network has {classes:,} classes"
             yield Check(name=CONFIG, ok=False, detail=detail)
 
 
-def _check_outputs(
-    model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Tensor], stamp: Stamp | None
+def _compare_outputs(
+    model: nn.Module, opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None
 ) -> Check:
     """Compare the model's outputs with those stored beside the weights."""
     if stamp is None:
@@ -145,7 +145,7 @@ def _check_outputs(
         detail = f"not checked: none are stored ({stored.reason})"
         return Check(name="outputs", ok=None, detail=detail)
     set_precision_(model, stored, state)
-    current = take_fingerprint(model, checkpoint.inputs)
+    current = take_fingerprint(model, opened.inputs)
     if current.outputs is None:
         detail = f"the model does not run: {current.reason}"
         return Check(name="outputs", ok=False, detail=detail)

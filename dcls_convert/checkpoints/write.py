@@ -1,4 +1,4 @@
-"""Write the files of a checkpoint folder: weights, config and other texts."""
+"""Write the files of a folder: weights, config and other texts."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -62,7 +62,7 @@ app = typer.Typer(
     help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
     "dcls-convert convnext_tiny --dilated-size 17\n\n"
     "converts a timm or torchvision model, reports parameters and MACs, "
-    "and writes a checkpoint that timm loads. "
+    "and writes a folder that timm loads. "
     "`convert` is the default command; its options: dcls-convert convert --help",
 )
 
@@ -115,7 +115,7 @@ class Failure:
     """Why a command failed. With --json, this is the object on stdout."""
 
     error: str  # one line
-    kind: str  # see docs/errors.md
+    kind: str  # of the error; see docs/errors.md
     exit_code: int = EXIT_MISTAKE
 
 
@@ -168,7 +168,7 @@ def _failure(error: Exception) -> Failure:
     if isinstance(error, typer.TyperException):
         return Failure(error=_parser_message(error), kind="usage")
     if isinstance(error, DclsConvertError):
-        return Failure(error=str(error), kind=_kind(error), exit_code=error.exit_code)
+        return Failure(error=str(error), kind=_error_kind(error), exit_code=error.exit_code)
     if isinstance(error, OSError):  # full disk, missing permission, invalid file name
         reason = error.strerror or one_line(error)
         if error.filename:
@@ -189,7 +189,7 @@ def _failure(error: Exception) -> Failure:
     )
 
 
-def _kind(error: DclsConvertError) -> str:
+def _error_kind(error: DclsConvertError) -> str:
     """Return the class as a word: OutputExistsError -> "output_exists"; "usage" for the base."""
     if type(error) is DclsConvertError:
         return "usage"

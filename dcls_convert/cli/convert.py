@@ -1,4 +1,4 @@
-"""`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
+"""`dcls-convert MODEL`: plan, convert, report, and write a folder."""
 
 import shlex
 from dataclasses import replace
@@ -27,7 +27,7 @@ OutputFolder = Annotated[
         "--output",
         "-o",
         metavar="FOLDER",
-        help="Checkpoint to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
+        help="Folder to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
     ),
 ]
 WithPicture = Annotated[
@@ -97,7 +97,7 @@ def convert(
     verbose: Verbose = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Replace a model's convolutions, report, and write a checkpoint."""
+    """Replace a model's convolutions, report, and write a folder."""
     # Parameters that are not named below are fields of one of the two records.
     request = ConversionRequest(
         **options.values_for(ConversionRequest, context),
@@ -149,11 +149,11 @@ def _convert_and_save(
     force: bool,
     quiet: bool,
 ) -> "Conversion":
-    """Convert, and write the checkpoint. Without `output`, it gets its default name."""
+    """Convert, and write the folder. Without `output`, it gets its default name."""
     from ..output import check_figure_library, check_output_path
 
     def check_folder(folder: Path) -> None:
-        check_output_path(folder, force=force, reason_to_keep=_reason_to_keep)
+        check_output_path(folder, force=force, why_keep=_why_keep)
 
     def approve(planned: "Conversion") -> None:
         _check_macs(planned, max_macs)
@@ -167,7 +167,7 @@ def _convert_and_save(
     if (request.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
         _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
-        from ..checkpoints.folder import open_checkpoint
+        from ..checkpoints.folder import open_folder
         from ..conversion.convert import carry_out
         from ..running.process_settings import check_device
 
@@ -175,7 +175,7 @@ def _convert_and_save(
             request = replace(request, device=str(check_device(request.device)))
         plan = None
         if request.plan_folder is not None:
-            plan = open_checkpoint(request.plan_folder).plan
+            plan = open_folder(request.plan_folder).plan
         conversion = carry_out(
             request,
             plan=plan,
@@ -223,7 +223,7 @@ def _check_macs(planned: "Conversion", max_macs: float | None) -> None:
 
 
 def _show(conversion: "Conversion", verbose: int) -> None:
-    """Print the report and, if a checkpoint was written, the next steps."""
+    """Print the report and, if a folder was written, the next steps."""
     from ..reports.report import report_view
     from ..views.next_steps import next_steps
 
@@ -276,8 +276,8 @@ def _default_output(conversion: "Conversion") -> Path:
     return Path(f"{Path(name).name}-dcls{size}{counts}{start}")
 
 
-def _reason_to_keep(path: Path) -> str | None:
-    """Say why a checkpoint must not replace this path; None if it may."""
-    from ..checkpoints.stored_weights import reason_not_a_checkpoint  # imports torch
+def _why_keep(path: Path) -> str | None:
+    """Say why a folder must not replace this path; None if it may."""
+    from ..checkpoints.stored_weights import why_not_our_folder  # imports torch
 
-    return reason_not_a_checkpoint(path)
+    return why_not_our_folder(path)

@@ -1,4 +1,4 @@
-"""`dcls-convert fold`: turn the layers of a checkpoint into plain convolutions."""
+"""`dcls-convert fold`: turn the layers of a folder into plain convolutions."""
 
 import textwrap
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 FILE_FORMATS = [name for name, format in FORMATS.items() if format.file]
-DEFAULT_OUTPUTS = [f"./CHECKPOINT{format.suffix}" for format in FORMATS.values()]
+DEFAULT_OUTPUTS = [f"./FOLDER{format.suffix}" for format in FORMATS.values()]
 
 FormatOption = Annotated[
     FormatName,
@@ -37,7 +37,7 @@ OutputPath = Annotated[
 
 
 def fold(
-    checkpoint: options.CheckpointArgument,
+    folder: options.FolderArgument,
     format: FormatOption = "timm",
     output: OutputPath = None,
     input_size: options.InputSize = None,
@@ -47,15 +47,15 @@ def fold(
     json_: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
+    """Turn a converted network's layers into plain convolutions, for use elsewhere.
 
     Positions are then no longer learnable. Outputs stay the same; this is checked before writing.
     """
-    from ..export.fold import fold_checkpoint
+    from ..export.fold import fold_folder
 
-    with console.steps(str(checkpoint), quiet=quiet) as notify:
-        report = fold_checkpoint(
-            checkpoint,
+    with console.steps(str(folder), quiet=quiet) as notify:
+        report = fold_folder(
+            folder,
             format,
             output,
             input_size=input_size,
@@ -86,7 +86,7 @@ def _lines(report: "ExportReport", format: Format) -> list[str]:
         files += f" and {report.data_file}, which must stay beside it"
     return [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
-        f"Outputs match the checkpoint (relative error {error}).",
+        f"Outputs match those before folding (relative error {error}).",
         f"Wrote {files}: {_description(report, format)}.",
         "",
         *textwrap.indent(report.loading, "    ").splitlines(),

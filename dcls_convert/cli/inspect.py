@@ -1,4 +1,4 @@
-"""`dcls-convert inspect`: where a checkpoint's elements are."""
+"""`dcls-convert inspect`: where a converted network's elements are."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ PlanAsJson = Annotated[
     options.output_option(
         "--plan",
         metavar="",
-        help="Print the checkpoint's plan as JSON instead.",
+        help="Print the folder's plan as JSON instead.",
     ),
 ]
 Picture = Annotated[
@@ -44,14 +44,14 @@ Start = Annotated[
     Path | None,
     typer.Option(
         "--since",
-        metavar="CHECKPOINT",
-        help="The checkpoint from which training started; shows how far elements have moved since.",
+        metavar="FOLDER",
+        help="The folder from which training started; shows how far elements have moved since.",
     ),
 ]
 
 
 def inspect(
-    checkpoint: options.CheckpointArgument,
+    folder: options.FolderArgument,
     since: Start = None,
     json_: options.Json = False,
     plan: PlanAsJson = False,
@@ -60,41 +60,41 @@ def inspect(
     force: options.Force = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Show where a checkpoint's elements are: at the border, overlapping, far from the centre."""
+    """Show where a network's elements are: at the border, overlapping, far from the centre."""
     if plan and picture is not None:
         raise DclsConvertError("--plan prints the plan alone; omit --picture")
     if history is not None and picture is None:
         raise DclsConvertError("--history needs a file to draw it into: add --picture FILE.png")
     if plan:
-        _print_plan(checkpoint)
+        _print_plan(folder)
         return
-    from ..output import check_output_path, check_picture, new_output, reason_not_a_file
+    from ..output import check_output_path, check_picture, new_output, why_not_a_file
 
     if history is not None:
         check_file(history, "history")
     if picture is not None:
         check_picture(picture)
-        check_output_path(picture, force=force, reason_to_keep=reason_not_a_file)
-    with console.steps(checkpoint, "reading", quiet=quiet, lines=picture is not None) as notify:
-        from ..checkpoints.folder import open_checkpoint
+        check_output_path(picture, force=force, why_keep=why_not_a_file)
+    with console.steps(folder, "reading", quiet=quiet, lines=picture is not None) as notify:
+        from ..checkpoints.folder import open_folder
         from ..checkpoints.inspection import inspect_state, plan_with_positions
         from ..checkpoints.stored_weights import read_state
         from ..views.inspection import inspection_view
 
-        opened = open_checkpoint(checkpoint)
+        opened = open_folder(folder)
         records: Sequence[TrackRecord] = ()
         if history is not None:
             from ..views.history import read_history
 
             records = read_history(history, plan_with_positions(opened))
         state = read_state(opened)
-        start = None if since is None else open_checkpoint(since)
+        start = None if since is None else open_folder(since)
         inspection = inspect_state(opened, state, start)
         if picture is not None:
             from ..views.plot import draw
 
             notify("drawing")
-            with new_output(picture, force=force, reason_to_keep=reason_not_a_file) as partial:
+            with new_output(picture, force=force, why_keep=why_not_a_file) as partial:
                 partial.write_bytes(draw(opened.plan, state, picture.suffix, records))
     if json_:
         console.write(inspection.to_json())
@@ -107,9 +107,9 @@ def inspect(
             console.show("", f"Wrote {picture} ({picture.stat().st_size / 1e6:.2f} MB).")
 
 
-def _print_plan(checkpoint: Path) -> None:
-    with console.steps(checkpoint, "reading", lines=False):
-        from ..checkpoints.folder import open_checkpoint
+def _print_plan(folder: Path) -> None:
+    with console.steps(folder, "reading", lines=False):
+        from ..checkpoints.folder import open_folder
 
-        text = open_checkpoint(checkpoint).plan.to_json()
+        text = open_folder(folder).plan.to_json()
     console.write(text)

@@ -117,7 +117,7 @@ WeightsFile = Annotated[
     model_option(
         "--checkpoint",
         metavar="FILE",
-        help="Start from a safetensors or torch file (including the DCLS authors' checkpoints), "
+        help="Start from a safetensors or torch file (also of the DCLS authors), "
         "an index of shards, or the weights in a folder.",
         callback=_checked(find_weights_file),
     ),
@@ -141,7 +141,7 @@ ModelKwargs = Annotated[
     list[str] | None,
     model_option(
         metavar="KEY=VALUE ...",
-        help="More arguments of the model's function, stored in the checkpoint: "
+        help="More arguments of the model's function, stored in the folder: "
         "ls_init_value=0.1 drop_path_rate=0.2",
         callback=parse_keywords,
     ),
@@ -169,7 +169,7 @@ PlanFolder = Annotated[
     model_option(
         "--plan",
         metavar="FOLDER",
-        help="Apply the plan of a checkpoint to other weights of the same model.",
+        help="Apply the plan of a folder to other weights of the same model.",
         callback=_checked(check_folder),
     ),
 ]
@@ -290,7 +290,7 @@ AuthorsVersionOption = Annotated[
     AuthorsVersion | None,
     start_option(
         metavar="v0|v1",
-        help="Version of the authors' layers, for one of their checkpoints whose layers have no "
+        help="Version of the authors' layers, for one of their files whose layers have no "
         "SIG (default: v0, as released).",
     ),
 ]
@@ -306,12 +306,12 @@ Seed = Annotated[
     start_option(metavar="N", min=0, help="Seed of all random values."),
 ]
 
-# Checkpoints
+# Folders that dcls-convert wrote
 
-CheckpointArgument = Annotated[
+FolderArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT",
+        metavar="FOLDER",
         help="A folder that dcls-convert wrote.",
         callback=check_folder,
         show_default=False,
@@ -322,7 +322,7 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-code",
         metavar="",
-        help="Import and run the code that the checkpoint names as its model, which must be your "
+        help="Import and run the code that the folder names as its model, which must be your "
         "own: do not use this on folders that others made.",
     ),
 ]
@@ -331,7 +331,7 @@ Unconverted = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="The unconverted network, if the checkpoint does not say how to build it: "
+        help="The unconverted network, if the folder does not say how to build it: "
         "package.module:factory, which imports and runs your code.",
     ),
 ]

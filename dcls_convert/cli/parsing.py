@@ -98,7 +98,7 @@ def parse_keywords(texts: Sequence[str] | None) -> dict[str, Any] | None:
     """Parse ["ls_init_value=0.1", "norm=none"] into {"ls_init_value": 0.1, "norm": "none"}.
 
     As in timm's own scripts, a value is a Python literal or, if it is not one, text. Tuples become
-    lists, because checkpoints store the values as JSON.
+    lists, because folders store the values as JSON.
 
     Raises:
         DclsConvertError: A text is not KEY=VALUE, or JSON cannot store the value.

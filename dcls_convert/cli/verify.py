@@ -1,4 +1,4 @@
-"""`dcls-convert verify`: whether a checkpoint is whole."""
+"""`dcls-convert verify`: whether a folder is whole."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,16 +22,16 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 
 def verify(
-    checkpoint: options.CheckpointArgument,
+    folder: options.FolderArgument,
     model: options.Unconverted = None,
     trust_code: options.TrustCode = False,
     json_: options.Json = False,
 ) -> None:
-    """Check a checkpoint: rebuild it, and compare names, shapes, hash and outputs.
+    """Check a folder: rebuild its network, and compare names, shapes, hash and outputs.
 
     If only your own code can build the network, name it with --model; else the exit code is 4.
     """
-    with console.steps(checkpoint, "reading", lines=False) as notify:
+    with console.steps(folder, "reading", lines=False) as notify:
         from ..checkpoints.verify import verify_folder
         from ..networks.building import build_model
         from ..networks.source import resolve_model
@@ -40,18 +40,18 @@ def verify(
         if model is not None:
             unconverted = build_model(resolve_model(model), trust_code=True)
         verification = verify_folder(
-            checkpoint, model=unconverted, trust_code=trust_code, notify=notify
+            folder, model=unconverted, trust_code=trust_code, notify=notify
         )
     if json_:
         console.write(verification.to_json())
     else:
         _show(verification.checks)
     if verification.ok is None:
-        console.error(f"{checkpoint}: {MODEL_NOT_CHECKED}")
+        console.error(f"{folder}: {MODEL_NOT_CHECKED}")
         raise typer.Exit(EXIT_NOT_CHECKED)
     if not verification.ok:
         problems = sum(check.ok is False for check in verification.checks)
-        console.error(f"{checkpoint}: {count_text(problems, 'problem')} found")
+        console.error(f"{folder}: {count_text(problems, 'problem')} found")
         raise typer.Exit(CheckpointError.exit_code)
 
 

@@ -11,8 +11,8 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.sites import ModelConvs
 from ..networks.source import (
-    LIBRARY_KINDS,
-    OTHER_TIMM_KINDS,
+    LIBRARY_PREFIXES,
+    OTHER_TIMM_PREFIXES,
     ModelSource,
     check_source,
     resolve_model,
@@ -42,8 +42,8 @@ class LoadedNetwork:
 
     request: ConversionRequest
     source: ModelSource | None  # how it is built; None for a model in memory
-    # How it is built again from its checkpoint; None if only the user's code can build it.
-    source_in_checkpoint: ModelSource | None
+    # How it is built again from its folder; None if only the user's code can build it.
+    source_in_folder: ModelSource | None
     # The network itself, if it is in memory or only the user's code builds it; else on meta.
     structure: nn.Module
     convs: ModelConvs  # traced at the input size
@@ -87,17 +87,17 @@ def load(
             )
             source = replace(source, args={**source.args, "num_classes": classes})
             structure = _structure(request, source)
-    source_in_checkpoint = source
-    if source is None or source.kind in OTHER_TIMM_KINDS:
-        source_in_checkpoint = stated_source(structure)
+    source_in_folder = source
+    if source is None or source.prefix in OTHER_TIMM_PREFIXES:
+        source_in_folder = stated_source(structure)
     inputs = inputs_of(structure, request.input_size, request.example_inputs)
-    if inputs is None and source_in_checkpoint is not None:
-        inputs = assumed_inputs(source_in_checkpoint, structure)
+    if inputs is None and source_in_folder is not None:
+        inputs = assumed_inputs(source_in_folder, structure)
     notify("finding convolutions")
     return LoadedNetwork(
         request=request,
         source=source,
-        source_in_checkpoint=source_in_checkpoint,
+        source_in_folder=source_in_folder,
         structure=structure,
         convs=find_convs_for(structure, inputs),
         weights=weights,
@@ -126,7 +126,7 @@ def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Mod
     build = functools.partial(
         build_model, source, seed=request.seed, offline=request.dry_run, trust_code=True
     )
-    if source.kind in LIBRARY_KINDS:
+    if source.prefix in LIBRARY_PREFIXES:
         structure = build(device="meta")
         if is_library_code(structure):
             return structure
@@ -140,7 +140,7 @@ def _read_weights(
 ) -> RequestWeights:
     assert request.weights is not None
     notify("reading weights")
-    where = f"checkpoint {request.weights}"
+    where = f"weights file {request.weights}"
     if isinstance(request.weights, Mapping):
         where = "the state dict"
     state = read_weights(request.weights, key=request.checkpoint_key, note=note)
@@ -191,7 +191,7 @@ def _classes_of_weights(
             f"{short_list(differing)}; state the number of classes for a new one, or 0 for none"
         )
     classes = differing_num_classes(structure, weights.entries)
-    if classes is not None and (source is None or source.kind not in LIBRARY_KINDS):
+    if classes is not None and (source is None or source.prefix not in LIBRARY_PREFIXES):
         raise CheckpointError(
             f"{weights.where}: its classifier is for another number of classes than the model's; "
             f"build the model with {classes} classes"
@@ -215,7 +215,7 @@ def build_network(loaded: LoadedNetwork, *, notify: Notify = ignore_messages) ->
     weights = loaded.weights
     if loaded.authors_weights is not None:
         weights = None
-    if source.kind not in LIBRARY_KINDS:
+    if source.prefix not in LIBRARY_PREFIXES:
         network = loaded.structure
         if weights is not None:
             load_weights_(network, weights.entries, weights.where, optional=weights.new_classifier)

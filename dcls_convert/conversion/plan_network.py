@@ -1,4 +1,4 @@
-"""Plan the conversion of a loaded network, or check that the plan of a checkpoint fits it.
+"""Plan the conversion of a loaded network, or check that the plan of a folder fits it.
 
 Three places resolve "auto": this module for the scope (and the counts, if the weights already have
 elements), `request.py` for the start, and `planning/` for rules, windows and counts.
@@ -63,7 +63,7 @@ def plan_network(
     elif options.kernel_count == AUTO:
         options = replace(options, scope="model")
     plan = make_plan(
-        loaded.convs, options, known_counts=known_counts, source=loaded.source_in_checkpoint
+        loaded.convs, options, known_counts=known_counts, source=loaded.source_in_folder
     )
     states_inputs = request.input_size is not None or request.example_inputs is not None
     if plan.macs is None and states_inputs:
@@ -73,12 +73,12 @@ def plan_network(
 
 
 def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ConversionPlan:
-    """Return the plan of another checkpoint, if it fits this network.
+    """Return the plan of another folder, if it fits this network.
 
     Raises:
         PlanError: The network differs from the planned one; the message names the first difference.
     """
-    found = loaded.source_in_checkpoint
+    found = loaded.source_in_folder
     # A plan of a network in memory states all arguments, also those that are the defaults.
     if plan.source not in (found, stated_source(loaded.structure)):
         raise PlanError(f"the plan is for {_described(plan.source)}, not for {_described(found)}")
@@ -88,7 +88,7 @@ def check_stored_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> Conversion
         raise PlanError(
             f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
         )
-    plan = replace(plan, folded=False)  # the plan of a folded checkpoint makes DCLS layers again
+    plan = replace(plan, folded=False)  # a folded plan makes DCLS layers again
     if plan.source is None and found is not None:  # of a network in memory; now the user names it
         plan = replace(plan, model=found.name, model_args=found.args)
     _check_weights(loaded, plan)

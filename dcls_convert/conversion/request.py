@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
-NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a checkpoint"
+NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a weights file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ConversionRequest:
     needs_authors_elements: bool = False  # whether `weights` must have elements of their layers
     authors_version: AuthorsVersion | None = None  # of the authors' layers in `weights`
     seed: int = 0
-    # Checkpoint folder whose plan is carried out, for the records; None for a new plan.
+    # Folder whose plan is carried out, for the records; None for a new plan.
     plan_folder: Path | None = None
     dry_run: bool = False  # nothing is downloaded, and the network is not built with its weights
     command: str | None = None  # the command line as typed; None from Python
@@ -116,9 +116,9 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
     sentences = []
     if request.weights is None:
         if request.checkpoint_key is not None:
-            sentences.append("the checkpoint key has no effect without a checkpoint")
+            sentences.append("the checkpoint key has no effect without a weights file")
         if request.authors_version is not None:
-            sentences.append("the authors' version has no effect without a checkpoint")
+            sentences.append("the authors' version has no effect without a weights file")
     if request.positions != "normal" and request.start != "random":
         sentences.append(
             f"positions {request.positions!r} have no effect: they are for init 'random'"
@@ -140,7 +140,7 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
     """Refuse (PlanError) options that contradict each other, and a seed out of bounds."""
     options = request.options
     if request.pretrained and request.weights is not None:
-        raise PlanError("pretrained weights and a checkpoint exclude each other")
+        raise PlanError("pretrained weights and a weights file exclude each other")
     if request.plan_folder is not None and (
         options != PlanOptions() or request.input_size is not None
     ):

@@ -1,4 +1,4 @@
-"""The table of ways to convolve depthwise: which one computes a convolution.
+"""The table of algorithms for depthwise convolutions: which one computes which.
 
 The choice is a function of device, dtype and shapes; nothing is timed while a network runs. Users
 can override it with an environment variable, which is read once.
@@ -38,7 +38,7 @@ MAX_MAP_SIDE = 2**20 * BLOCK_SIDE // 2  # cells along an axis; see `block_kernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class ConvSpec:
     """A convolution in plain values; arguments are as in `F.conv2d`."""
 
     device: torch.device
@@ -87,122 +87,127 @@ class Case:
 Convolve = Callable[..., Tensor]
 
 
-class Way(NamedTuple):
-    """A row of the table: a way to convolve."""
+class Algorithm(NamedTuple):
+    """A row of the table."""
 
     name: str
-    can: Callable[[Case], bool]  # True if it can compute this case
-    is_best: Callable[[Case], bool]  # True if no later row is faster
-    # Returns the function that convolves the case. The input and the bias are examples: those of
+    supports: Callable[[ConvSpec], bool]  # True if it can compute the convolution
+    is_best: Callable[[ConvSpec], bool]  # True if no later row is faster
+    # Returns the function that convolves. The input and the bias are examples: those of
     # later calls have the same shape, strides and dtype.
-    prepare: Callable[[Case, Tensor, Tensor | None], Convolve]
+    prepare: Callable[[ConvSpec, Tensor, Tensor | None], Convolve]
 
 
-def _can_onednn(case: Case) -> bool:
+def _can_onednn(spec: ConvSpec) -> bool:
     return (
-        case.is_depthwise
-        and case.device.type == "cpu"
-        and case.dtype in onednn.DTYPES
+        spec.is_depthwise
+        and spec.device.type == "cpu"
+        and spec.dtype in onednn.DTYPES
         and onednn.max_padding_columns() is not None
     )
 
 
-def _by_onednn(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
-    padding = cast(Pair, case.padding)
+def _by_onednn(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+    padding = cast(Pair, spec.padding)
     return functools.partial(
-        onednn.depthwise_by_onednn, dtype=case.dtype, stride=case.stride, padding=padding
+        onednn.depthwise_by_onednn, dtype=spec.dtype, stride=spec.stride, padding=padding
     )
 
 
-def _can_blocks(case: Case) -> bool:
-    rows, columns = case.window
-    images, channels, height, width = case.input_shape
+def _can_blocks(spec: ConvSpec) -> bool:
+    rows, columns = spec.window
+    images, channels, height, width = spec.input_shape
     return (
-        case.has_one_kernel_per_channel
-        and case.groups <= MAX_CHANNELS
-        and case.dtype in BLOCKS_DTYPES
+        spec.has_one_kernel_per_channel
+        and spec.groups <= MAX_CHANNELS
+        and spec.dtype in BLOCKS_DTYPES
         and rows % 2 == columns % 2 == 1
-        and max(case.window) <= MAX_WINDOW_SIDE
-        and case.padding == (rows // 2, columns // 2)
-        and set(case.stride) <= {1, 2}
+        and max(spec.window) <= MAX_WINDOW_SIDE
+        and spec.padding == (rows // 2, columns // 2)
+        and set(spec.stride) <= {1, 2}
         and channels * height * width < MAX_OFFSET
         and images * (height + BLOCK_SIDE - 1) * (width + BLOCK_SIDE - 1) < MAX_OFFSET
         and max(height, width) < MAX_MAP_SIDE
-        and why_no_blocks(case.device) is None
+        and why_no_blocks(spec.device) is None
     )
 
 
-def _are_blocks_best(case: Case) -> bool:
-    return case.device.type != "cpu" and case.cells > MAX_CELLS_FOR_TORCH
+def _are_blocks_best(spec: ConvSpec) -> bool:
+    return spec.device.type != "cpu" and spec.cells > MAX_CELLS_FOR_TORCH
 
 
-def _by_blocks(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
+def _by_blocks(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
     from .block_plan import WindowPlan  # needs Triton
     from .blocks import convolve_by_plan
 
-    plan = WindowPlan(input, case.window, case.stride, case.dtype, has_bias=bias is not None)
+    plan = WindowPlan(input, spec.window, spec.stride, spec.dtype, has_bias=bias is not None)
     return functools.partial(convolve_by_plan, plan)
 
 
-def _can_products(case: Case) -> bool:
-    if not case.has_one_kernel_per_channel or case.stride != (1, 1):
+def _can_products(spec: ConvSpec) -> bool:
+    if not spec.has_one_kernel_per_channel or spec.stride != (1, 1):
         return False
-    padding = cast(Pair, case.padding)
-    sides = zip(case.input_shape[2:], case.window, padding, strict=True)
+    padding = cast(Pair, spec.padding)
+    sides = zip(spec.input_shape[2:], spec.window, padding, strict=True)
     fits = all(size + 2 * cells >= side for size, side, cells in sides)
     return (
         fits
-        and max(case.window) <= MAX_WINDOW_SIDE
-        and case.dtype in PRODUCTS_DTYPES
-        and (case.device.type in GPUS or case.device.type == "cpu")
+        and max(spec.window) <= MAX_WINDOW_SIDE
+        and spec.dtype in PRODUCTS_DTYPES
+        and (spec.device.type in GPUS or spec.device.type == "cpu")
     )
 
 
-def _are_products_best(case: Case) -> bool:
+def _are_products_best(spec: ConvSpec) -> bool:
     return (
-        case.device.type == "cuda"
-        and case.cells >= MIN_CELLS_FOR_PRODUCTS
-        and case.input_shape[0] >= MIN_IMAGES_FOR_PRODUCTS
-        and why_no_blocks(case.device) is not None
+        spec.device.type == "cuda"
+        and spec.cells >= MIN_CELLS_FOR_PRODUCTS
+        and spec.input_shape[0] >= MIN_IMAGES_FOR_PRODUCTS
+        and why_no_blocks(spec.device) is not None
     )
 
 
-def _by_products(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
-    padding = cast(Pair, case.padding)
-    return functools.partial(products.depthwise_by_products, dtype=case.dtype, padding=padding)
+def _by_products(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+    padding = cast(Pair, spec.padding)
+    return functools.partial(products.depthwise_by_products, dtype=spec.dtype, padding=padding)
 
 
-def _by_torch(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
-    padding: Any = case.padding
+def _by_torch(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+    padding: Any = spec.padding
 
     def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
-        return F.conv2d(input, kernel, bias, case.stride, padding, case.dilation, case.groups)
+        return F.conv2d(input, kernel, bias, spec.stride, padding, spec.dilation, spec.groups)
 
     return convolve
 
 
-def _always(case: Case) -> bool:
+def _always(spec: ConvSpec) -> bool:
     return True
 
 
-TORCH = Way("torch", _always, _always, _by_torch)
-WAYS = (
-    Way("onednn", _can_onednn, _always, _by_onednn),
-    Way("blocks", _can_blocks, _are_blocks_best, _by_blocks),
-    Way("products", _can_products, _are_products_best, _by_products),
+TORCH = Algorithm("torch", _always, _always, _by_torch)
+ALGORITHMS = (
+    Algorithm("onednn", _can_onednn, _always, _by_onednn),
+    Algorithm("blocks", _can_blocks, _are_blocks_best, _by_blocks),
+    Algorithm("products", _can_products, _are_products_best, _by_products),
     TORCH,
 )
 
 
-def choose_way(case: Case, preferred: Preference = "auto") -> Way:
-    """Return the way for a case: the first one that can compute it, and is best.
+def choose_algorithm(spec: ConvSpec, preferred: Preference = "auto") -> Algorithm:
+    """Return the first algorithm that can compute a convolution, and is best.
 
-    A preferred way is taken wherever it can compute the case; elsewhere, the table decides.
+    A preferred one is taken wherever it can compute the convolution; elsewhere, the table
+    decides.
     """
-    for way in WAYS:
-        if way.name == preferred and way.can(case):
-            return way
-    return next(way for way in WAYS if way.can(case) and way.is_best(case))
+    for algorithm in ALGORITHMS:
+        if algorithm.name == preferred and algorithm.supports(spec):
+            return algorithm
+    return next(
+        algorithm
+        for algorithm in ALGORITHMS
+        if algorithm.supports(spec) and algorithm.is_best(spec)
+    )
 
 
 def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.dtype | None:
@@ -226,8 +231,8 @@ def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.
     return input.dtype
 
 
-def find_way(case: Case, *tensors: Tensor, eager: bool) -> Way:
-    """Return the way for a case and its tensors.
+def find_algorithm(spec: ConvSpec, *tensors: Tensor, eager: bool) -> Algorithm:
+    """Return the algorithm for a convolution and its tensors.
 
     If they are not computed eagerly, it is torch's unless they are compiled: in exports, under
     torch.func, and where FLOPs are counted.
@@ -235,14 +240,14 @@ def find_way(case: Case, *tensors: Tensor, eager: bool) -> Way:
     Raises:
         DclsConvertError: The environment variable has a value that is not allowed.
     """
-    if len(case.input_shape) != 4:
+    if len(spec.input_shape) != 4:
         return TORCH
     if not eager and not is_being_compiled(*tensors):
         return TORCH
-    way = choose_way(case, preference())
-    if eager and case.is_depthwise:
-        logger.debug("%s: by %s", case, way.name)
-    return way
+    algorithm = choose_algorithm(spec, preference())
+    if eager and spec.is_depthwise:
+        logger.debug("%s: by %s", spec, algorithm.name)
+    return algorithm
 
 
 # torch.compile can neither trace this function nor use a cache.

@@ -1,4 +1,4 @@
-"""Fold a checkpoint and write it in other formats.
+"""Fold a folder and write it in other formats.
 
-Outputs are compared with the checkpoint's before a file or folder gets its final name.
+Outputs are compared with the folder's before a file or folder gets its final name.
 """

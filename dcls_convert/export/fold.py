@@ -1,4 +1,4 @@
-"""Fold a checkpoint's model into plain convolutions, and write it in one of the FORMATS."""
+"""Fold a folder's model into plain convolutions, and write it in one of the FORMATS."""
 
 import importlib.util
 import pkgutil
@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import Checkpoint, open_checkpoint
+from ..checkpoints.folder import OpenedFolder, open_folder
 from ..checkpoints.load import load_state
-from ..checkpoints.stored_weights import read_state, reason_not_a_checkpoint
+from ..checkpoints.stored_weights import read_state, why_not_our_folder
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
 from ..networks.find_convs import parameter_count
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS
-from ..output import check_output_path, reason_not_a_file
+from ..output import check_output_path, why_not_a_file
 from ..placing.fold import fold_to_dense_
 from ..progress import Notify, ignore_messages
 from ..running.compare_outputs import check_close
@@ -35,7 +35,7 @@ from .formats import FORMATS, FormatName
 FOLD_IN_PYTHON = "in Python, fold_to_dense_(model) folds it without comparing them"
 
 
-def fold_checkpoint(
+def fold_folder(
     folder: Path,
     format: FormatName = "timm",
     output: Path | None = None,
@@ -46,16 +46,16 @@ def fold_checkpoint(
     trust_code: bool = False,
     notify: Notify = ignore_messages,
 ) -> ExportReport:
-    """Fold a checkpoint's model, check that its outputs stay the same, and write it.
+    """Fold a folder's model, check that its outputs stay the same, and write it.
 
     Args:
-        folder: The checkpoint folder.
+        folder: The folder.
         format: A name in FORMATS.
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
         input_size: Size of the image on which outputs are compared and for which the network is
             exported; None for the size that the folder states, or the inputs of the plan.
-        model: The unconverted network, such as "package.module:factory", if the checkpoint does not
+        model: The unconverted network, such as "package.module:factory", if the folder does not
             name it. Its code is imported and run.
         force: Replace an earlier output.
         trust_code: Import and run the code that the folder names as its model.
@@ -64,23 +64,23 @@ def fold_checkpoint(
     Raises:
         DclsConvertError: The model cannot be folded or written, or its outputs would change.
     """
-    checkpoint = open_checkpoint(folder)
+    opened = open_folder(folder)
     if output is None:
         output = Path(folder.resolve().name + FORMATS[format].suffix)
-    _check_output(format, checkpoint.folder, output, force=force)
+    _check_output(format, opened.folder, output, force=force)
     _check_packages(format)
     if input_size is None:
-        input_size = checkpoint.stated_size
-    inputs = _check_inputs(checkpoint, input_size)
+        input_size = opened.stated_size
+    inputs = _check_inputs(opened, input_size)
 
     notify("loading")
-    network = _load(checkpoint, model, trust_code=trust_code)
+    network = _load(opened, model, trust_code=trust_code)
     notify("folding")
     params_before = parameter_count(network)
     outputs, error = _fold_(network, inputs, folder)
     folded = FoldedModel(
         model=network,
-        checkpoint=checkpoint,
+        opened=opened,
         input_size=None if input_size is None else tuple(input_size),
         inputs=inputs,
         outputs=outputs,
@@ -94,13 +94,13 @@ def fold_checkpoint(
     return writer(folded)
 
 
-def _load(checkpoint: Checkpoint, model: str | None, *, trust_code: bool) -> nn.Module:
-    """Load the checkpoint, into the network that is named as the unconverted one, if any."""
+def _load(opened: OpenedFolder, model: str | None, *, trust_code: bool) -> nn.Module:
+    """Load the folder, into the network that is named as the unconverted one, if any."""
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
-    state = read_state(checkpoint)
-    return load_state(checkpoint, state, model=unconverted, trust_code=trust_code).eval()
+    state = read_state(opened)
+    return load_state(opened, state, model=unconverted, trust_code=trust_code).eval()
 
 
 def _fold_(network: nn.Module, inputs: InputSpec, folder: Path) -> tuple[Any, float]:
@@ -126,33 +126,33 @@ def _check_packages(format: FormatName) -> None:
         )
 
 
-def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> InputSpec:
+def _check_inputs(opened: OpenedFolder, input_size: Sequence[int] | None) -> InputSpec:
     """Return the inputs. Raise if there are none, or if they are too large to compare outputs."""
-    inputs = checkpoint.plan.inputs
+    inputs = opened.plan.inputs
     if input_size is not None:
-        if checkpoint.plan.input_size is None or inputs is None:
+        if opened.plan.input_size is None or inputs is None:
             inputs = image_inputs(input_size)
         inputs = (replace(inputs[0], shape=(1, *input_size)),)  # in the range of the plan's
     if inputs is None:
         raise CheckpointError(
-            f"{checkpoint.folder}: its plan states no inputs, so its outputs cannot be compared; "
+            f"{opened.folder}: its plan states no inputs, so its outputs cannot be compared; "
             f"give an input size, or convert it with example_inputs in Python; {FOLD_IN_PYTHON}"
         )
     if pixel_count(inputs) > MAX_PIXELS:
         raise CheckpointError(
-            f"{checkpoint.folder}: outputs are compared on {MAX_PIXELS:,} pixels at most, not on "
+            f"{opened.folder}: outputs are compared on {MAX_PIXELS:,} pixels at most, not on "
             f"{inputs_text(inputs)}"
         )
     return inputs
 
 
 def _check_output(format: FormatName, folder: Path, output: Path, *, force: bool) -> None:
-    """Refuse an output that is the checkpoint, has another suffix, or must not be replaced."""
+    """Refuse an output that is the folder itself, has another suffix, or must not be replaced."""
     if FORMATS[format].file:
         suffix = FORMATS[format].suffix
         if not output.name.endswith(suffix):
             raise CheckpointError(f"output {shortened(output)} must end in {suffix}")
-        check_output_path(output, force=force, reason_to_keep=reason_not_a_file)
+        check_output_path(output, force=force, why_keep=why_not_a_file)
         return
     for name, other in FORMATS.items():
         if other.file and output.name.endswith(other.suffix):
@@ -161,6 +161,6 @@ def _check_output(format: FormatName, folder: Path, output: Path, *, force: bool
             )
     if output.resolve() == folder.resolve():
         raise CheckpointError(
-            f"output {output} is the checkpoint itself, whose positions would be lost"
+            f"output {output} is the folder itself, whose positions would be lost"
         )
-    check_output_path(output, force=force, reason_to_keep=reason_not_a_checkpoint)
+    check_output_path(output, force=force, why_keep=why_not_our_folder)

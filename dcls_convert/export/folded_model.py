@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.card import with_folder
-from ..checkpoints.folder import Checkpoint
+from ..checkpoints.folder import OpenedFolder
 from ..errors import ModelError
 from ..networks.find_convs import parameter_count
 from ..progress import Notify
@@ -20,7 +20,7 @@ from ..running.model_state import image_dtype
 from ..running.process_settings import suppress_output
 from ..running.run import running
 from ..text import one_line, shortened
-from .formats import OutputKind
+from .formats import OutputFormat
 
 COMPARED_IMAGES = 3  # images on which outputs are compared
 FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders sums
@@ -28,13 +28,13 @@ FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport(Record):
-    """Report of an export: what was written, and how close its outputs are to the checkpoint's."""
+    """Report of an export: what was written, and how close its outputs are to the folder's."""
 
     format: int = 1  # of this record
-    checkpoint: str
+    checkpoint: str  # the folder
     output: str
     data_file: str | None = None  # with the weights, if they do not fit into an ONNX file
-    kind: OutputKind
+    kind: OutputFormat
     relative_error: float  # of the outputs; the larger of the errors of folding and of the format
     loading: str  # lines of Python that load the output
     layers: int
@@ -51,7 +51,7 @@ class FoldedModel:
     """A folded model to write, and the outputs that the written model must reproduce."""
 
     model: nn.Module
-    checkpoint: Checkpoint  # from which the model was loaded
+    opened: OpenedFolder  # from which the model was loaded
     input_size: tuple[int, ...] | None  # of one image; None for other inputs
     inputs: InputSpec
     outputs: Any  # for `arguments_for` these inputs, computed before folding
@@ -61,22 +61,24 @@ class FoldedModel:
     force: bool
     notify: Notify
 
-    def report(self, kind: OutputKind, error: float, loading: str, **fields: Any) -> ExportReport:
+    def report(
+        self, output_format: OutputFormat, error: float, loading: str, **fields: Any
+    ) -> ExportReport:
         """Return the report of what was written.
 
         Args:
-            kind: Value of `ExportReport.kind`.
+            output_format: What was written: `ExportReport.kind`.
             error: Relative error of the written model's outputs.
             loading: Lines of Python that load the output, with `{folder}` for its path.
             fields: Other fields of the report.
         """
         return ExportReport(
-            checkpoint=str(self.checkpoint.folder),
+            checkpoint=str(self.opened.folder),
             output=str(self.output),
-            kind=kind,
+            kind=output_format,
             relative_error=max(error, self.relative_error),
             loading=with_folder(loading, self.output),
-            layers=len(self.checkpoint.plan.layers),
+            layers=len(self.opened.plan.layers),
             params_before=self.params_before,
             params_after=parameter_count(self.model),
             input_size=self.input_size,

@@ -8,7 +8,7 @@ from typing import Literal
 
 FormatName = Literal["timm", "onnx", "pt2"]
 # What was written: a file, or a folder that timm loads by itself, or one that needs this package.
-OutputKind = Literal["onnx", "pt2", "stock timm", "dcls"]
+OutputFormat = Literal["onnx", "pt2", "stock timm", "dcls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Write a folded model as one file: a program of torch.export, or an ONNX model made from it.
 
-The file is run, and kept only if it gives the outputs of the checkpoint's model.
+The file is run, and kept only if it gives the outputs of the folder's model.
 """
 
 import io
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import DclsConvertError, ModelError
-from ..output import check_output_path, new_output, reason_not_a_file
+from ..output import check_output_path, new_output, why_not_a_file
 from ..running.compare_outputs import check_close, tensors_in
 from ..running.input_spec import have_batch_axis
 from ..running.process_settings import suppress_output
@@ -27,7 +27,7 @@ from .folded_model import (
     root_cause,
     run_model,
 )
-from .formats import OutputKind
+from .formats import OutputFormat
 
 ONNX_BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
 # Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
@@ -61,7 +61,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     data = None
     if size > MAX_IN_ONE_FILE:
         data = folded.output.with_name(f"{folded.output.name}{DATA_SUFFIX}")
-        check_output_path(data, force=folded.force, reason_to_keep=reason_not_a_file)
+        check_output_path(data, force=folded.force, why_keep=why_not_a_file)
 
     def write(program: ExportedProgram, path: Path) -> LoadedFile:
         names = list(map(str, program.graph_signature.user_inputs))
@@ -113,7 +113,7 @@ def _output_names(outputs: Any, name: str = "") -> Iterator[str]:
 
 def _write_file(
     folded: FoldedModel,
-    kind: OutputKind,
+    output_format: OutputFormat,
     write: Callable[[ExportedProgram, Path], LoadedFile],
     bound: float,
     loading: str,
@@ -123,7 +123,7 @@ def _write_file(
 
     Args:
         folded: The model to write.
-        kind: What is written.
+        output_format: What is written.
         write: Writes the program to a path, and loads it again.
         bound: Largest allowed relative error of the file's outputs.
         loading: As in `FoldedModel.report`.
@@ -132,8 +132,8 @@ def _write_file(
     Raises:
         DclsConvertError: The export fails, or the outputs differ too much.
     """
-    subject = f"the export to {kind}"
-    with new_output(folded.output, force=folded.force, reason_to_keep=reason_not_a_file) as path:
+    subject = f"the export to {output_format}"
+    with new_output(folded.output, force=folded.force, why_keep=why_not_a_file) as path:
         folded.notify("exporting")
         try:
             with torch.no_grad(), suppress_output():
@@ -150,7 +150,7 @@ def _write_file(
             tensors_in(expected), tensors_in(outputs), bound=bound, what=subject
         )
         data_file = None if data is None else str(data)
-        return folded.report(kind, difference, loading, batch=batch, data_file=data_file)
+        return folded.report(output_format, difference, loading, batch=batch, data_file=data_file)
 
 
 def _export(folded: FoldedModel) -> tuple[ExportedProgram, int | None]:

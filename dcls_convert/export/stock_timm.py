@@ -16,7 +16,7 @@ from ..checkpoints.card import loading_code, model_card
 from ..checkpoints.fingerprint import take_fingerprint
 from ..checkpoints.folder import CARD, WEIGHTS
 from ..checkpoints.save import save_just_converted
-from ..checkpoints.stored_weights import reason_not_a_checkpoint
+from ..checkpoints.stored_weights import why_not_our_folder
 from ..checkpoints.write import clamped_state_, timm_config, write_config, write_weights
 from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
@@ -38,21 +38,21 @@ LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", p
 
 
 def write_timm_folder(folded: FoldedModel) -> ExportReport:
-    """Write a folder that timm loads alone, or a folded checkpoint of this package if it cannot."""
+    """Write a folder that timm loads alone, or one that needs this package if it cannot."""
     folded.notify("looking for timm's own arguments")
     model = folded.model
-    plan = replace(folded.checkpoint.plan, folded=True)
+    plan = replace(folded.opened.plan, folded=True)
     report = predict_report(plan)
     try:
         kernel_args = find_kernel_args(model, plan)
         error = _write_for_timm(folded, plan, report, kernel_args)
         return folded.report("stock timm", error, LOAD_BY_TIMM, kernel_args=kernel_args)
     except (ModelError, ComparisonError) as reason:
-        if folded.checkpoint.plan.folded:
+        if folded.opened.plan.folded:
             raise DclsConvertError(
-                f"{folded.checkpoint.folder} is folded already, and {reason}"
+                f"{folded.opened.folder} is folded already, and {reason}"
             ) from reason
-        folded.notify(f"writing {folded.output}, a dcls-convert checkpoint")
+        folded.notify(f"writing {folded.output}, a folder of dcls-convert")
         save_just_converted(model, plan, folded.output, report=report, force=folded.force)
         return folded.report("dcls", 0.0, loading_code(plan.model), note=str(reason))
 
@@ -80,9 +80,7 @@ def _write_for_timm(
         provenance=provenance,
     )
     folded.notify(f"writing {folded.output}")
-    with new_output(
-        folded.output, force=folded.force, reason_to_keep=reason_not_a_checkpoint
-    ) as partial:
+    with new_output(folded.output, force=folded.force, why_keep=why_not_our_folder) as partial:
         partial.mkdir()
         write_config(partial, config, provenance)
         (partial / CARD).write_text(card, encoding="utf-8", newline="")
@@ -126,7 +124,7 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         ModelError: The model is not timm's, or no candidate gives these shapes.
     """
     source = plan.source
-    if source is None or source.kind != "timm":
+    if source is None or source.prefix != "timm":
         raise ModelError(f"{plan.model or 'the model'} is not in timm's registry")
     base = build_model(source, device="meta")
     parameters = inspect.signature(type(base).__init__).parameters

@@ -212,9 +212,12 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
     if {"weight_g", "weight_v"} <= parameters:
         return "its weight is computed by weight norm; first call torch.nn.utils.remove_weight_norm"
     parts: list[str] = []
-    for kind, names in (("unexpected", parameters - expected), ("missing", expected - parameters)):
+    for problem, names in (
+        ("unexpected", parameters - expected),
+        ("missing", expected - parameters),
+    ):
         if names:
-            parts.append(f"{kind} {', '.join(sorted(names))}")
+            parts.append(f"{problem} {', '.join(sorted(names))}")
     return f"its parameters are not those expected: {'; '.join(parts)}"
 
 

@@ -3,11 +3,11 @@
 One forward pass of a 2-D layer, on a CPU:
 
 1. `DclsLayer.forward` pads the input, if torch's convolution does not know the padding.
-2. `_convolve_2d`: the layer looks up how to convolve (`ways.py`, `depthwise/table.py`) and
-   remembers it for inputs of the same kind.
+2. `_convolve_2d`: the layer looks up how to convolve (`conv_cache.py`, `depthwise/table.py`) and
+   remembers it for inputs of the same shape, strides and dtype.
 3. `clamped_kernel`: in training, positions are clamped, if they may be changed; the kernel is
    constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
-4. The way convolves, oneDNN's or torch's.
+4. oneDNN's algorithm or torch's convolves.
 
 On a GPU, the block kernels do steps 3 and 4 together if the interpolation is bilinear
 (`gpu_construction.py`).
@@ -31,23 +31,23 @@ from ..geometry import (
     all_new_cells,
     along_learnt_axes,
     extent,
+    grow_of_axes,
     is_uneven,
     learnt_axes,
     on_every_axis,
     padded_cells,
     plain_numbers,
     position_limits,
-    sides_of,
 )
 from .bilinear_plain import per_axis
 from .construction import construct_unchecked
+from .conv_cache import ConvCache, key_of, prepare_conv
 from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .padding import pad
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
-from .ways import Ways, key_of, prepare_way
 
 IntOrTuple = int | Sequence[int]
 
@@ -117,7 +117,7 @@ class DclsLayer(CheckedLayer):
         self.kernel_size = self.dilated_kernel_size
         self._set_grow(grow)
         self.traits = PLAIN
-        self._ways = Ways()
+        self._convs = ConvCache()
         self._check_arguments()
         self._learnt_size = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
         limits = list(map(position_limits, self._learnt_size))
@@ -151,28 +151,28 @@ class DclsLayer(CheckedLayer):
     def _set_grow(self, grow: Grow | Sequence[Grow]) -> None:
         """Set how the window grows: to one side, from one cell; `from_conv` knows the kernel."""
         axes: Any = [grow] * self.dims if isinstance(grow, str) else grow
-        sides: tuple[Grow, ...] = ()
+        grows: tuple[Grow, ...] = ()
         if isinstance(axes, Sequence):
-            sides = sides_of(axes, self.dims)
-        if len(sides) != self.dims or not all(side in get_args(Grow) for side in sides):
+            grows = grow_of_axes(axes, self.dims)
+        if len(grows) != self.dims or not all(axis in get_args(Grow) for axis in grows):
             raise ValueError(
                 f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
             )
-        if set(sides) != {"both"}:
-            self.grow = sides
+        if set(grows) != {"both"}:
+            self.grow = grows
             self.kernel_size = tuple(
-                size if side == "both" else 1
-                for size, side in zip(self.dilated_kernel_size, sides, strict=True)
+                size if grow == "both" else 1
+                for size, grow in zip(self.dilated_kernel_size, grows, strict=True)
             )
 
     @property
     def new_cells(self) -> list[Pair]:
         """The cells before and after each axis that the layer adds to its `padding`."""
-        sides = all_new_cells(self.dilated_kernel_size, self.kernel_size, self.grow)
+        cells = all_new_cells(self.dilated_kernel_size, self.kernel_size, self.grow)
         spacings = self.on_every_axis(self.dilation)
         return [
             (before * spacing, after * spacing)
-            for (before, after), spacing in zip(sides, spacings, strict=True)
+            for (before, after), spacing in zip(cells, spacings, strict=True)
         ]
 
     def on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
@@ -237,7 +237,7 @@ class DclsLayer(CheckedLayer):
         if find_interpolation(name).has_sigma:
             raise ValueError(f"interpolation={name!r} needs a sigma")
         self.interpolation = name
-        self._ways.clear()
+        self._convs.clear()
         if not self.is_tied:
             self.sigma = None
 
@@ -298,7 +298,7 @@ class DclsLayer(CheckedLayer):
         )
 
     def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
-        """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
+        """Convolve by the algorithm that the table gives; blocks need no constructed kernel."""
         weight = self.weight
         positions = self.positions
         bias = self.bias
@@ -306,17 +306,17 @@ class DclsLayer(CheckedLayer):
         if bias is not None:
             tensors.append(bias)
         eager = is_eager(*tensors) and not is_counting_flops()
-        found = None
+        prepared = None
         if eager:
             settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
             key = (*settings, *key_of(input, weight, positions, bias))
-            found = self._ways.get(key)
-        if found is None:
-            found = prepare_way(self, input, padding, eager=eager)
+            prepared = self._convs.get(key)
+        if prepared is None:
+            prepared = prepare_conv(self, input, padding, eager=eager)
             if eager:
-                self._ways.keep(key, found)
-        convolve, takes_elements = found
-        if takes_elements:
+                self._convs.keep(key, prepared)
+        convolve, is_fused = prepared
+        if is_fused:
             if torch.compiler.is_compiling():
                 self._clamp_before_use_()
             return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
@@ -343,8 +343,8 @@ class DclsLayer(CheckedLayer):
         """Add all padding to the input, for a convolution that does not pad."""
         extents = list(map(extent, self.kernel_size, self.on_every_axis(self.dilation)))
         stride = self.on_every_axis(self.stride)
-        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
-        return pad(input, sides, self.new_cells, self.padding_mode)
+        cells = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
+        return pad(input, cells, self.new_cells, self.padding_mode)
 
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..depthwise.devices import in_double
-from ..geometry import Grow, Pair, grid_positions, learnt_axes, sides_of
+from ..geometry import Grow, Pair, grid_positions, grow_of_axes, learnt_axes
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 
@@ -59,9 +59,9 @@ def largest_elements(
     for values_of_layer in values:
         weights.append(F.pad(values_of_layer.gather(-1, chosen), filling))
     grids: list[Sequence[float]] = []  # positions of the old cells along each learnt axis
-    sides = sides_of(grow, len(size))
+    grows = grow_of_axes(grow, len(size))
     for axis in axes:
-        grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis], sides[axis]))
+        grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis], grows[axis]))
     grid = list(itertools.product(*grids))
     positions_of_cells = torch.tensor(grid, dtype=values.dtype, device=values.device)  # (K, A)
     positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, C)

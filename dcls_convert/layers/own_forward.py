@@ -99,8 +99,8 @@ def _padding_seen(conv: nn.Module, settings: ConvSettings) -> Padding | None:
     for phase in range(max(2, *stride)):
         # Large enough for a few outputs that see no padding.
         shape = [1, settings.in_channels]
-        for side, step in zip(extents, stride, strict=True):
-            shape.append(2 * side + 3 * step + phase)
+        for kernel_extent, step in zip(extents, stride, strict=True):
+            shape.append(2 * kernel_extent + 3 * step + phase)
         input = torch.randn(shape, generator=generator, device="cpu")
         for is_training in (False, True):
             vars(twin)["training"] = is_training
@@ -153,13 +153,13 @@ def _numbers(
     first = outputs[0].flatten(2)[..., 0]
     (gradient,) = torch.autograd.grad(first.sum(), inputs[0])
     padding = []
-    for axis, (side, step) in enumerate(zip(extents, stride, strict=True)):
+    for axis, (kernel_extent, step) in enumerate(zip(extents, stride, strict=True)):
         seen = gradient.movedim(2 + axis, 0).flatten(1).any(1).nonzero()
-        before = max(0, side - 1 - int(seen.max()))  # less is no padding
+        before = max(0, kernel_extent - 1 - int(seen.max()))  # less is no padding
         for after in itertools.count():  # ends: outputs are not shorter than their input allows
             lengths = []
             for input in inputs:
-                lengths.append((input.shape[2 + axis] + before + after - side) // step + 1)
+                lengths.append((input.shape[2 + axis] + before + after - kernel_extent) // step + 1)
             if lengths >= [output.shape[2 + axis] for output in outputs]:
                 break
         padding.append((before, after))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..geometry import Grow, along_learnt_axes, old_centre, position_limits, sides_of
+from ..geometry import Grow, along_learnt_axes, grow_of_axes, old_centre, position_limits
 from .dcls_conv import DclsConvNd
 from .interpolation import POSITION_PARAMETERS
 from .ties import at_least_float32, is_flattened
@@ -25,14 +25,14 @@ FLATTENED = (
 class PositionParameter:
     """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    kind: str  # "positions" or "sigma"
+    attribute: str  # of its layers: "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
     layers: dict[str, DclsConvNd]  # by name, in the model's order
 
     @property
     def name(self) -> str:
         """Its name in `named_parameters`; a part without the first layer has none of this name."""
-        return f"{next(iter(self.layers))}.{self.kind}".lstrip(".")
+        return f"{next(iter(self.layers))}.{self.attribute}".lstrip(".")
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
@@ -41,28 +41,28 @@ class PositionParameter:
         return along_learnt_axes(first.dilated_kernel_size, first.dense_axes)
 
     @property
-    def learnt_sides(self) -> list[Grow]:
+    def learnt_grow(self) -> list[Grow]:
         """How the window grows along each learnt axis."""
         first = next(iter(self.layers.values()))
-        sides = sides_of(first.grow, first.dims)
-        return [sides[axis] for axis in first.learnt_axes]
+        grows = grow_of_axes(first.grow, first.dims)
+        return [grows[axis] for axis in first.learnt_axes]
 
     @property
     def old_centre(self) -> list[float]:
         """`geometry.old_centre` along each learnt axis."""
         first = next(iter(self.layers.values()))
         centre = []
-        for axis, grow in zip(first.learnt_axes, self.learnt_sides, strict=True):
+        for axis, grow in zip(first.learnt_axes, self.learnt_grow, strict=True):
             low, high = position_limits(first.dilated_kernel_size[axis])
             before, after = first.new_cells[axis]
             centre.append(old_centre((low + before, high - after), grow))
         return centre
 
 
-def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:
+def position_parameters(model: nn.Module, *attributes: str) -> tuple[PositionParameter, ...]:
     """Return every positions and sigma tensor of the model once, in the order of the layers.
 
-    If `kinds` ("positions", "sigma") are given, return only tensors of these kinds.
+    If `attributes` ("positions", "sigma") are given, return only these.
 
     Raises:
         DclsConvertError: FSDP1 has flattened them.
@@ -71,13 +71,13 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, DclsConvNd):
             continue
-        for kind in kinds or POSITION_PARAMETERS:
-            tensor = getattr(layer, kind)
+        for attribute in attributes or POSITION_PARAMETERS:
+            tensor = getattr(layer, attribute)
             if tensor is None:
                 continue
             if is_flattened(tensor):
                 raise DclsConvertError(FLATTENED)
-            parameter = PositionParameter(kind=kind, tensor=tensor, layers={})
+            parameter = PositionParameter(attribute=attribute, tensor=tensor, layers={})
             parameters.setdefault(id(tensor), parameter).layers[layer_name] = layer
     return tuple(parameters.values())
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..depthwise.devices import in_double
-from ..geometry import Grow, position_limits, sides_of
+from ..geometry import Grow, grow_of_axes, position_limits
 
 # Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5
@@ -28,13 +28,13 @@ def border_share(positions: Tensor, size: Sequence[int], grow: Sequence[Grow] = 
     old kernel's. `size` and `grow` (empty: to both sides) are along the learnt axes.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
-    sides = sides_of(grow, len(size))
-    for coordinate, cells, side in zip(_at_least_float32(positions), size, sides, strict=True):
+    grows = grow_of_axes(grow, len(size))
+    for coordinate, cells, axis_grow in zip(_at_least_float32(positions), size, grows, strict=True):
         if cells > 1:  # along an axis of one cell, nothing can move
             low, high = position_limits(cells)
-            if side != "ahead":
+            if axis_grow != "ahead":
                 at_border |= coordinate <= low + BORDER_MARGIN
-            if side != "back":
+            if axis_grow != "back":
                 at_border |= coordinate >= high - BORDER_MARGIN
     return int(at_border.sum()) / max(at_border.numel(), 1)
 

@@ -73,9 +73,9 @@ class CheckedLayer(Tieable):
             return None
         excess = 0.0
         clamps = []
-        sides = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
-        for axis, side in enumerate(sides):
-            low, high = position_limits(side)
+        lengths = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
+        for axis, length in enumerate(lengths):
+            low, high = position_limits(length)
             smallest, largest = map(float, positions[axis].detach().float().aminmax())
             excess = max(excess, low - smallest, largest - high)
             clamps.append(f"state[{name!r}][{axis}].clamp_({low}, {high})")

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import DclsConvertError, ModelError
 from ..running.process_settings import ignored_warnings, seeded
 from ..text import did_you_mean, one_line
-from .source import LIBRARY_KINDS, ModelSource, check_source, import_library
+from .source import LIBRARY_PREFIXES, ModelSource, check_source, import_library
 
 
 def build_model(
@@ -43,7 +43,7 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
-    if offline and source.kind == "hf-hub":
+    if offline and source.prefix == "hf-hub":
         _check_cached(source.name)
     model = None
     with seeded(seed), ignored_warnings, _errors_on_one_line(source.name, pretrained=pretrained):
@@ -55,7 +55,7 @@ def build_model(
                 model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
-    is_own = source.kind not in LIBRARY_KINDS
+    is_own = source.prefix not in LIBRARY_PREFIXES
     if is_own and any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
             f"{source.name}: was built on the meta device, without weights; build it on the CPU"
@@ -115,11 +115,11 @@ def _build_on_meta(factory: Callable[[], Any]) -> Any:
 
 def _factory(source: ModelSource, *, pretrained: bool) -> Callable[[], Any]:
     """Return a function that builds the model; import its library or the user's module."""
-    kind, _, name = source.name.partition(":")
-    if kind == "torchvision":
+    prefix, _, name = source.name.partition(":")
+    if prefix == "torchvision":
         return partial(_build_torchvision, name, source.args, pretrained=pretrained)
-    if kind in LIBRARY_KINDS:
-        name_for_timm = name if kind == "timm" else source.name
+    if prefix in LIBRARY_PREFIXES:
+        name_for_timm = name if prefix == "timm" else source.name
         create_model = import_library("timm").create_model
         return partial(create_model, name_for_timm, pretrained=pretrained, **source.args)
     return _users_factory(source)
@@ -152,7 +152,7 @@ def _users_factory(source: ModelSource) -> Callable[[], Any]:
         with _importable_current_folder():
             module = importlib.import_module(module_name)
     except ImportError as error:
-        suggestion = did_you_mean(module_name, LIBRARY_KINDS)
+        suggestion = did_you_mean(module_name, LIBRARY_PREFIXES)
         raise ModelError(
             f"{source.name}: module {module_name!r} cannot be imported: "
             f"{one_line(error)}{suggestion}"

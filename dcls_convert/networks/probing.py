@@ -101,7 +101,7 @@ def fill_table(
     If strides are found, more blocks meet all their phases.
     """
     shape = arguments.tensors()[index].shape
-    sides = [shape[axis] for axis in axes]
+    lengths = [shape[axis] for axis in axes]
 
     def column_of(cells: Sequence[tuple[int, int]]) -> DependenceColumn:
         probe = Probe(input=index, cells=dict(zip(axes, cells, strict=True)))
@@ -109,7 +109,7 @@ def fill_table(
 
     size = 1
     while True:
-        blocks = spread_blocks(sides, size, [])
+        blocks = spread_blocks(lengths, size, [])
         table = DependenceTable(shape, [column_of(cells) for cells in blocks[:FIRST_PROBES]])
         if is_settled(table):
             return table
@@ -117,12 +117,12 @@ def fill_table(
         if _has_effects(table.columns):
             break
         size *= 2
-        if size > max(sides) // 4:
+        if size > max(lengths) // 4:
             return table
     strides = [pair.stride.numerator for pair in find_pairs(table)]
     if lost_axes(table):
         strides.append(MAX_PROBES)
-    more_blocks = spread_blocks(sides, size, strides)
+    more_blocks = spread_blocks(lengths, size, strides)
     if more_blocks == blocks:
         return table
     return DependenceTable(shape, [column_of(cells) for cells in more_blocks])
@@ -168,7 +168,7 @@ def columns_at_borders(
 
 
 def spread_blocks(
-    sides: Sequence[int], size: int, strides: Sequence[int]
+    lengths: Sequence[int], size: int, strides: Sequence[int]
 ) -> list[tuple[tuple[int, int], ...]]:
     """Spread blocks over the middle half of the axes; return their first and last cells.
 
@@ -180,10 +180,10 @@ def spread_blocks(
         count *= 2
     numbers = [*range(0, count, 2), *range(1, count, 2)]  # so that the first ones are far apart
     blocks_along = []
-    for index, side in enumerate(sides):
+    for index, map_length in enumerate(lengths):
         factor = 2 * index + 1  # another order along each axis, so that none is taken for another
-        length = min(size, side)
-        last = side - length
+        length = min(size, map_length)
+        last = map_length - length
         room = last // 2 + 1
         step = max(1, (room // count - 1) | 1)  # odd, for strides that are not known yet
         while any(math.gcd(step, stride) > 1 for stride in strides):

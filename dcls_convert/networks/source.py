@@ -21,11 +21,11 @@ REGISTRIES = ("timm", "torchvision")
 # Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
 TIMM_ARCHITECTURE = "dcls_convert"
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
-OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
+OTHER_TIMM_PREFIXES = ("hf-hub", "local-dir")  # timm itself loads these
 # Pretrained, they expect that they themselves normalise their inputs a second time.
 INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 # Sources whose models are built by a library's code; all others run the user's code.
-LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
+LIBRARY_PREFIXES = (*REGISTRIES, *OTHER_TIMM_PREFIXES)
 # Largest integer argument, such as a number of blocks. timm's own are up to 15,360.
 MAX_ARGUMENT = 20_000
 # Of arguments that size one layer, which timm allocates before it reads the weights.
@@ -47,34 +47,38 @@ class ModelSource:
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for the factory
 
     @property
-    def kind(self) -> str:
+    def prefix(self) -> str:
         """The part before the colon: "timm", "hf-hub", or a module of the user's."""
         return self.name.partition(":")[0]
 
     @property
     def is_from_registry(self) -> bool:
         """True if a registry, timm's or torchvision's, builds the model."""
-        return self.kind in REGISTRIES
+        return self.prefix in REGISTRIES
 
 
-def is_registered(kind: str, name: str) -> bool:
+def is_registered(registry: str, name: str) -> bool:
     """Return True if the registry has the model; a timm name may end in a weights tag."""
-    if kind == "torchvision":
-        return name in registered_models(kind)
+    if registry == "torchvision":
+        return name in registered_models(registry)
     architecture = name.partition(".")[0]  # without the tag
     return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
 
 
-def registered_models(kind: str) -> list[str]:
+def registered_models(registry: str) -> list[str]:
     """Return the names of the registry's models, without our own entry."""
-    library = "timm" if kind == "timm" else "torchvision.models"
-    registry = import_library(library)
-    return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
+    library = "timm" if registry == "timm" else "torchvision.models"
+    module = import_library(library)
+    return [name for name in module.list_models() if name != TIMM_ARCHITECTURE]
 
 
 def registry_names() -> list[str]:
     """Return every model of both registries: "timm:...", then "torchvision:...", each sorted."""
-    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(registered_models(kind))]
+    return [
+        f"{registry}:{name}"
+        for registry in REGISTRIES
+        for name in sorted(registered_models(registry))
+    ]
 
 
 def import_library(name: str) -> ModuleType:
@@ -133,10 +137,10 @@ def resolve_model(
         if pretrained and full_name in INCEPTIONS:
             args.setdefault("transform_input", True)
         return ModelSource(name=full_name, args=args)
-    if pretrained and prefix not in OTHER_TIMM_KINDS:
+    if pretrained and prefix not in OTHER_TIMM_PREFIXES:
         raise ModelError(
             f"{name}: pretrained weights are for models of timm and torchvision; "
-            "let the factory load its own, or give a checkpoint"
+            "let the factory load its own, or give a weights file"
         )
     if prefix == "hf-hub":
         _check_hub_name(name)
@@ -160,17 +164,17 @@ def _check_hub_name(name: str) -> None:
         )
 
 
-def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
+def _registered_name(name: str, bare_name: str, registries: Sequence[str]) -> str:
     """Return the name with the first of these registries that has it: "timm:convnext_tiny".
 
     Raises:
         ModelError: None has it. The message quotes `name`, which is what the user gave.
     """
-    for kind in kinds:
-        if is_registered(kind, bare_name):
-            return f"{kind}:{bare_name}"
+    for registry in registries:
+        if is_registered(registry, bare_name):
+            return f"{registry}:{bare_name}"
     _explain_wrong_model(name)
-    known = [known_name for kind in kinds for known_name in registered_models(kind)]
+    known = [known_name for registry in registries for known_name in registered_models(registry)]
     raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 
@@ -205,8 +209,8 @@ def check_source(source: ModelSource) -> None:
         ModelError: The name is not in the registry of timm or torchvision, or an argument is not
             a harmless plain value.
     """
-    kind, _, name = source.name.partition(":")
-    if kind not in REGISTRIES or not is_registered(kind, name):
+    prefix, _, name = source.name.partition(":")
+    if prefix not in REGISTRIES or not is_registered(prefix, name):
         raise ModelError(
             f"{shortened(source.name)}: is not the name of a model of timm or torchvision. To run "
             "your own code, add --trust-code, in Python trust_code=True; or give the network itself"

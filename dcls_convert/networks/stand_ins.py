@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..geometry import DYNAMIC_SAME, Grow, ceil_div, sides_of
+from ..geometry import DYNAMIC_SAME, Grow, ceil_div, grow_of_axes
 from ..layers.conv_classes import Conv, settings_of
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
@@ -90,7 +90,7 @@ def with_window(
     layer = _layer_without_values(conv, sizes, grow=grow)
     if layer.padding != DYNAMIC_SAME:
         # Keep the attributes of the other one, for code that reads them.
-        layer.grow = sides_of(grow, layer.dims)
+        layer.grow = grow_of_axes(grow, layer.dims)
         layer.kernel_size = settings.extents
         layer.padding = settings.padding
     plain = layer.plain_conv_without_values()

@@ -12,7 +12,7 @@ from .source import ModelSource, check_source, import_library
 
 # Entries of timm's config about the weights: where they come from, and their licence.
 ORIGIN_KEYS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
-# Entries that say where to find the weights. A checkpoint folder omits them: its weights are in it.
+# Entries that say where to find the weights. Our folders omit them: their weights are inside.
 SOURCE_KEYS = set(
     "url file state_dict hf_hub_id hf_hub_filename source architecture custom_load".split()
 )
@@ -39,7 +39,7 @@ def stated_args(model: nn.Module) -> dict[str, Any]:
 
     The plan of a converted model is left out.
     """
-    # timm's own function leaves out rates of dropout, which the checkpoints of timm do not state.
+    # timm's own function leaves out rates of dropout, which timm's weights files do not state.
     args = {**getattr(model, "_model_args", {})}
     args |= import_library("timm.models").get_model_args(model)
     return {name: plain_numbers(value) for name, value in args.items() if name != "plan"}

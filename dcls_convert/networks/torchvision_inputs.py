@@ -16,7 +16,7 @@ def assumed_inputs(source: ModelSource, model: nn.Module) -> InputSpec | None:
 
     timm's models state theirs. For a network of the user's own, the user states them.
     """
-    if source.kind == "torchvision":
+    if source.prefix == "torchvision":
         return _torchvision_inputs(source.name.partition(":")[2], model)
     return None
 

@@ -57,7 +57,7 @@ class LayerGroup:
             return {}
         first = self.layer_plans[0]
         old_cells = []  # where the old kernel's cells lie in the window, along each axis
-        new = all_new_cells(first.dilated_size, first.extents, first.sides)
+        new = all_new_cells(first.dilated_size, first.extents, first.grow_of_axes)
         for (before, after), size, spacing in zip(
             new, first.dilated_size, first.dilation, strict=True
         ):

@@ -121,7 +121,7 @@ def _params(layers: Sequence[LayerPlan]) -> int:
 class LayerCounts:
     """Kernel counts of elements that exist already, for all layers to convert."""
 
-    source: str  # "checkpoint weights.pth", for messages
+    source: str  # "weights file weights.pth", for messages
     counts: Mapping[str, int]  # by any of the layer's names
 
 

@@ -16,10 +16,10 @@ from ..geometry import (
     check_cells,
     check_window,
     grid_positions,
+    grow_of_axes,
     learnt_axes,
     old_centre,
     position_limits,
-    sides_of,
 )
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv
@@ -60,7 +60,7 @@ class LayerPlan(OldConv):
     output_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
 
     @property
-    def position_kinds(self) -> tuple[str, ...]:
+    def position_attributes(self) -> tuple[str, ...]:
         """The names of the parameters that say where elements are; a tie group shares them."""
         return find_interpolation(self.interpolation).position_parameters
 
@@ -71,8 +71,8 @@ class LayerPlan(OldConv):
 
     @property
     def position_names(self) -> dict[str, str]:
-        """Kind -> name of the tensor in a state dict, if this layer is the first of its group."""
-        return {kind: f"{self.name}.{kind}" for kind in self.position_kinds}
+        """Attribute -> name in a state dict, if this layer is the first of its group."""
+        return {attribute: f"{self.name}.{attribute}" for attribute in self.position_attributes}
 
     @property
     def position_shape(self) -> tuple[int, ...]:
@@ -101,9 +101,9 @@ class LayerPlan(OldConv):
         return math.prod(along_learnt_axes(self.kernel_size, self.dense_axes))
 
     @property
-    def sides(self) -> tuple[Grow, ...]:
+    def grow_of_axes(self) -> tuple[Grow, ...]:
         """How the window grows, along each axis."""
-        return sides_of(self.grow, self.dims)
+        return grow_of_axes(self.grow, self.dims)
 
     @property
     def old_limits(self) -> list[Pair]:
@@ -114,7 +114,7 @@ class LayerPlan(OldConv):
                 self.kernel_size[axis],
                 self.dilation[axis],
                 self.dilated_size[axis],
-                self.sides[axis],
+                self.grow_of_axes[axis],
             )
             limits.append((grid[0], grid[-1]))
         return limits
@@ -122,7 +122,7 @@ class LayerPlan(OldConv):
     @property
     def old_centre(self) -> tuple[float, ...]:
         """`geometry.old_centre` along each learnt axis."""
-        return tuple(map(old_centre, self.old_limits, self.learnt_sides))
+        return tuple(map(old_centre, self.old_limits, self.learnt_grow))
 
     @property
     def useful_limits(self) -> list[Pair]:
@@ -137,9 +137,9 @@ class LayerPlan(OldConv):
             if self.input_extent is not None:
                 map_side = self.input_extent[axis]
                 one_sided = max(map_side, self.extents[axis])
-                if self.sides[axis] == "back":
+                if self.grow_of_axes[axis] == "back":
                     low = max(low, high - one_sided + 1)
-                elif self.sides[axis] == "ahead":
+                elif self.grow_of_axes[axis] == "ahead":
                     high = min(high, low + one_sided - 1)
                 else:
                     low, high = position_limits(min(self.dilated_size[axis], 2 * map_side - 1))
@@ -157,9 +157,9 @@ class LayerPlan(OldConv):
         return learnt_axes(self.dims, self.dense_axes)
 
     @property
-    def learnt_sides(self) -> list[Grow]:
+    def learnt_grow(self) -> list[Grow]:
         """How the window grows along each learnt axis."""
-        return [self.sides[axis] for axis in self.learnt_axes]
+        return [self.grow_of_axes[axis] for axis in self.learnt_axes]
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
@@ -175,8 +175,8 @@ class LayerPlan(OldConv):
     def growths(self) -> tuple[int, ...]:
         """How many cells the window adds to the old kernel's extent, on each learnt axis."""
         growths = []
-        for side, old in zip(self.learnt_size, self.learnt_extents, strict=True):
-            growths.append(side - old)
+        for length, old in zip(self.learnt_size, self.learnt_extents, strict=True):
+            growths.append(length - old)
         return tuple(growths)
 
     @property
@@ -187,7 +187,7 @@ class LayerPlan(OldConv):
     @property
     def coordinates_per_element(self) -> int:
         """Learnable numbers of one element besides its weight: its position, and sigma if any."""
-        return self.position_shape[0] * len(self.position_kinds)
+        return self.position_shape[0] * len(self.position_attributes)
 
     @property
     def params_before(self) -> int:
@@ -271,7 +271,7 @@ def _check_values(layer: LayerPlan) -> None:
             f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, "
             "or leave none to be learnt"
         )
-    if len(layer.sides) != dims:
+    if len(layer.grow_of_axes) != dims:
         raise PlanError(f"grow states {len(layer.grow)} axes of a {dims}-D kernel")
     check_window(
         layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes, layer.grow

@@ -49,7 +49,7 @@ def plan_conversion(
         convs: What `find_convs` found.
         rules: A rule set, its name, file or mapping, or "auto": the first of AUTO_RULES that
             claims a convolution.
-        model, model_args: How to build the model again, for a checkpoint.
+        model, model_args: How to build the model again, for a folder.
         options: dilated_size, kernel_count, scope, tie, budget, interpolation and strict, as in
             `convert_`. The scope "error" needs the model's kernels, so only `convert_` and the
             command line plan with it.
@@ -257,7 +257,7 @@ def _broken_by(convs: ModelConvs, drafts: Sequence[LayerPlan]) -> dict[str, dict
     if convs.dependence is None:
         return {}
     windows = {draft.name: draft.dilated_size for draft in drafts}
-    grow = {draft.name: draft.sides for draft in drafts if draft.grow}
+    grow = {draft.name: draft.grow_of_axes for draft in drafts if draft.grow}
     return convs.dependence.broken_by(windows, grow)
 
 

@@ -136,10 +136,10 @@ def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
         message = f"{source}:{place} not valid YAML: {shortened(problem, MAX_SHOWN_CHARACTERS)}"
         raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):
-        kinds = {list: "a list", str: "a string", type(None): "empty"}
-        kind = kinds.get(type(data), f"of type {type(data).__name__}")
+        nouns = {list: "a list", str: "a string", type(None): "empty"}
+        found = nouns.get(type(data), f"of type {type(data).__name__}")
         keys = ", ".join(RuleSet.model_fields)
-        raise RuleError(f"{source}: is {kind}, but must be a mapping with {keys}")
+        raise RuleError(f"{source}: is {found}, but must be a mapping with {keys}")
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:

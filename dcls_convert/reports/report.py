@@ -67,7 +67,7 @@ class ConversionReport:
     """
 
     plan: ConversionPlan  # its layers have errors, once they have values
-    output: str | None = None  # the checkpoint folder; None if nothing was written
+    output: str | None = None  # the folder; None if nothing was written
     outcome: Outcome | None = None  # None for an untrained network, or before a conversion
 
     format = 1  # of the JSON

@@ -18,9 +18,9 @@ from ..geometry import (
     along_learnt_axes,
     extent,
     grid_positions,
+    grow_of_axes,
     learnt_axes,
     new_cells,
-    sides_of,
 )
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation
@@ -31,7 +31,7 @@ from ..planning.layer_plan import LayerPlan
 class _BoxAxis(NamedTuple):
     """One learnt axis of a box."""
 
-    side: int  # in cells
+    length: int  # in cells
     old_cells: slice  # the box cells that the old kernel has
     origin: int  # position of the box's first cell, from the window's centre
     # Box positions between which elements are fitted: there, the box has all their cells.
@@ -49,20 +49,20 @@ def _box_axis(
     """
     old_extent = extent(kernel_size, dilation)
     before, after = [min(wanted_margin, room) for room in new_cells(size, old_extent, grow)]
-    side = before + old_extent + after
+    length = before + old_extent + after
     return _BoxAxis(
-        side=side,
+        length=length,
         old_cells=slice(before, before + old_extent, dilation),
         origin=grid_positions(kernel_size, dilation, size, grow)[0] - before,
         lowest=before if before == wanted_margin else 0,
-        highest=side - 1 - (after if after == wanted_margin else 0),
+        highest=length - 1 - (after if after == wanted_margin else 0),
     )
 
 
 class Box:
     """The old kernel's extent along the learnt axes, plus the cells that its elements spread to.
 
-    The attributes `kernel_size`, `sides`, `old_cells`, `origin`, `lowest` and `highest` have one
+    The attributes `kernel_size`, `lengths`, `old_cells`, `origin`, `lowest` and `highest` have one
     entry for each learnt axis: see `_BoxAxis`.
     """
 
@@ -76,7 +76,7 @@ class Box:
         grow: Sequence[Grow] = (),
     ) -> None:
         self.dilation = dilation
-        self.grow = sides_of(grow, len(size))
+        self.grow = grow_of_axes(grow, len(size))
         self.size = size
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
@@ -87,7 +87,7 @@ class Box:
         for i in self.axes:
             axes.append(_box_axis(kernel_size[i], dilation[i], size[i], self.grow[i], margin))
         self.old_cells = tuple(axis.old_cells for axis in axes)
-        self.sides = tuple(axis.side for axis in axes)
+        self.lengths = tuple(axis.length for axis in axes)
         self.origin = tuple(axis.origin for axis in axes)
         self.lowest = tuple(axis.lowest for axis in axes)
         self.highest = tuple(axis.highest for axis in axes)
@@ -139,7 +139,7 @@ class Box:
         """
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        boxed = values.new_zeros(len(values), *self.sides)
+        boxed = values.new_zeros(len(values), *self.lengths)
         boxed[:, *self.old_cells] = torch.unflatten(values, 1, self.kernel_size)
         return boxed.flatten(1)
 
@@ -147,8 +147,8 @@ class Box:
         """Return how elements at box positions (N, E, A) spread over the box's cells: (N, E, S)."""
         lines, elements, _ = box_positions.shape
         footprint = box_positions.new_ones(lines, elements, 1)
-        for axis, side in enumerate(self.sides):
-            profile = normalised_profile(self.method, box_positions[..., axis], side)
+        for axis, length in enumerate(self.lengths):
+            profile = normalised_profile(self.method, box_positions[..., axis], length)
             footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
         return footprint
 

@@ -49,7 +49,7 @@ class InputMoments:
         dense_sides = [layer.dilated_kernel_size[axis] for axis in layer.dense_axes]
         lines = layer.in_channels * math.prod(dense_sides)
         self.line_groups = layer.groups if joint else lines
-        self.patch_length = lines * math.prod(box.sides) // self.line_groups  # R * S
+        self.patch_length = lines * math.prod(box.lengths) // self.line_groups  # R * S
         self.sample_count = 0
         self._origin: Tensor | None = None  # (G, R * S): the mean of the first batch
         self._sum = torch.empty(0)  # (G, R * S): of patches, from the origin
@@ -90,8 +90,10 @@ class InputMoments:
         for axis in range(dims):  # -> (N, channels, *places, *window)
             patches = patches.unfold(2 + axis, window[axis], layer.stride[axis])
         # -> (N, channels, *places, *patch)
-        for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
-            patches = patches.narrow(2 + dims + axis, first + window[axis] // 2, side)
+        for axis, first, length in zip(
+            self.box.axes, self.box.origin, self.box.lengths, strict=True
+        ):
+            patches = patches.narrow(2 + dims + axis, first + window[axis] // 2, length)
         places = math.prod(patches.shape[2 : 2 + dims])
         nth = max(1, round((places / SAMPLES_PER_IMAGE) ** (1 / dims)))
         for axis in range(2, 2 + dims):  # keep every n-th place
@@ -99,7 +101,7 @@ class InputMoments:
             first = min(nth // 2, length - 1)
             patches = patches[(slice(None),) * axis + (slice(first, None, nth),)]
         patch_axes = [2 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
-        # -> (channels, *dense sides, *box sides, N, *places)
+        # -> (channels, *dense lengths, *box lengths, N, *places)
         patches = patches.permute(1, *patch_axes, 0, *range(2, 2 + dims))
         if self.line_groups == layer.groups:
             return torch.unflatten(patches, 0, (layer.groups, -1))
@@ -141,7 +143,7 @@ class InputMoments:
             group's own u. Correlations that all channels share carry over to other images.
         """
         costs = self.products()
-        cells = math.prod(self.box.sides)
+        cells = math.prod(self.box.lengths)
         diagonal = costs.diagonal(dim1=1, dim2=2)
         squares = diagonal.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
         least = MIN_SQUARE_SHARE * squares.mean() + MIN_SQUARE

@@ -77,8 +77,8 @@ def param_groups(
     if imprecise is not None:
         warnings.warn(imprecise, stacklevel=2)
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
-    for kind, scale in (("positions", position_lr_scale), ("sigma", sigma_lr_scale)):
-        for parameter in position_parameters(model, kind):
+    for attribute, scale in (("positions", position_lr_scale), ("sigma", sigma_lr_scale)):
+        for parameter in position_parameters(model, attribute):
             scale_of[id(parameter.tensor)] = scale
     optim: Any = importlib.import_module("timm.optim")
     make_groups = optim.param_groups_weight_decay

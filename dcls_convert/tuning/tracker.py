@@ -138,7 +138,7 @@ class PositionTracker:
             from_centre = positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
             rows[name] = TrackedPositions(
                 speed=self._speed(name, positions, step),
-                border_share=border_share(positions, parameter.learnt_size, parameter.learnt_sides),
+                border_share=border_share(positions, parameter.learnt_size, parameter.learnt_grow),
                 spread=_finite(in_double(from_centre).square().mean().sqrt()),
                 lr_ratio=_lr_ratio(parameter, rate_of),
             )

@@ -24,7 +24,7 @@ def read_history(path: Path, plan: ConversionPlan) -> tuple[TrackRecord, ...]:
         if not _are_names_of(list(record.positions), names):
             raise CheckpointError(
                 f"{path}: is a record of another model; it follows {short_list(record.positions)}, "
-                f"the checkpoint has {short_list(names)}"
+                f"the folder has {short_list(names)}"
             )
     return records
 

@@ -1,4 +1,4 @@
-"""The figure of a checkpoint, drawn by matplotlib (extra `plot`), which is imported late.
+"""The figure of a folder, drawn by matplotlib (extra `plot`), which is imported late.
 
 Each row shows one positions tensor: where its elements are, and kernels of its first layer with
 their elements. Below, curves show how the elements moved, if there is a record of a training.
@@ -184,8 +184,8 @@ def _draw_kernels(panels: Sequence["Axes"], layer: LayerPlan, state: Mapping[str
     """Draw the kernels of a layer with the most energy, and dots for their elements."""
     weight = _weight_of(layer, state)  # (O, I, *dense, E)
     tensors = {}
-    for kind, name in layer.position_names.items():
-        tensors[kind] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
+    for attribute, name in layer.position_names.items():
+        tensors[attribute] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
     kernels = construct_kernel(
         weight,
         tensors["positions"],

@@ -43,7 +43,7 @@ class NumpyValueOrPath:
         """Ignore the value."""
 
 
-# What a torch file may name besides tensors. timm's checkpoints hold their arguments as a
+# What a torch file may name besides tensors. timm's hold their arguments as a
 # Namespace, often with paths, and many files hold scores as NumPy scalars. These are not needed,
 # and NumPy's own functions trust the types that a pickle states, so they are not called.
 HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -88,15 +88,15 @@ def read_weights(
     path = Path(weights)
     file = find_weights_file(path)
     if file != path:
-        note(f"checkpoint {path}: takes {file.name}")
-    where = f"checkpoint {file}"
+        note(f"weights in {path}: takes {file.name}")
+    where = f"weights file {file}"
     content = _read_shards(file, note) if file.name.endswith(INDEX) else _read_file(file)
     return checked_entries(choose_state_dict(content, where, key=key, note=note), where, note)
 
 
 def _read_shards(index: Path, note: Note) -> dict[Any, Any]:
     """Return the tensors of all shards that an index names; they lie beside it."""
-    where = f"checkpoint {index}"
+    where = f"weights file {index}"
     file_names = read_json(index, where).get("weight_map")
     if not isinstance(file_names, dict):
         raise CheckpointError(f"{where}: not an index of weights: it needs a weight_map of files")
@@ -110,7 +110,7 @@ def _read_shards(index: Path, note: Note) -> dict[Any, Any]:
         shards.add(file_name)
     for file_name in sorted(shards):
         shard = index.with_name(file_name)
-        content.update(choose_state_dict(_read_file(shard), f"checkpoint {shard}", note=note))
+        content.update(choose_state_dict(_read_file(shard), f"weights file {shard}", note=note))
     return content
 
 
@@ -148,10 +148,10 @@ def checked_entries(state: Mapping[Any, Any], where: str, note: Note) -> dict[st
 def _read_file(path: Path) -> Any:
     """Return the content of a safetensors or torch file, which its first bytes tell apart."""
     check_file(path)
-    where = f"checkpoint {path}"
+    where = f"weights file {path}"
     start = _first_bytes(path, where)
     if start[8:9] == HEADER_START:
-        return load_safetensors(path, "checkpoint")
+        return load_safetensors(path, "weights file")
     return _read_torch(path, where, start)
 
 

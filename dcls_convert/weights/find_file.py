@@ -27,7 +27,7 @@ def find_weights_file(path: Path) -> Path:
     if shard is not None and shard[3] != "1":
         name, number, total, suffix = shard.groups()
         raise CheckpointError(
-            f"checkpoint {file}: is part {number} of {total}; "
+            f"weights file {file}: is part {number} of {total}; "
             f"all are read by their index, {name}{suffix}{INDEX}"
         )
     return file
@@ -38,14 +38,14 @@ def _file_in_folder(folder: Path) -> Path:
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}: {error.strerror}") from error
+        raise CheckpointError(f"weights file {folder}: {error.strerror}") from error
     index_suffixes = (f".safetensors{INDEX}", f".bin{INDEX}")
     for suffixes in (index_suffixes, *WEIGHTS_SUFFIXES):
         found = [name for name in names if name.endswith(suffixes)]
         if len(found) > 1:
-            raise CheckpointError(f"checkpoint {folder}: name one of {short_list(found, 5)}")
+            raise CheckpointError(f"weights file {folder}: name one of {short_list(found, 5)}")
         if found:
             return folder / found[0]
     raise CheckpointError(
-        f"checkpoint {folder}: this folder has no file of weights; it has {short_list(names)}"
+        f"weights file {folder}: this folder has no file of weights; it has {short_list(names)}"
     )

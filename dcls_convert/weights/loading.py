@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
-from ..networks.source import LIBRARY_KINDS, ModelSource
+from ..networks.source import LIBRARY_PREFIXES, ModelSource
 from ..text import short_list
 from .added_names import describe_added_names
 
@@ -92,7 +92,7 @@ def build_and_load(
         CheckpointError: From `check_weights`.
     """
     # The user's code runs only once, so it is not tried on meta.
-    if source.kind in LIBRARY_KINDS and not optional:
+    if source.prefix in LIBRARY_PREFIXES and not optional:
         model = build_model(source, device="meta", trust_code=True)
         prepare_(model)
         if assign_weights_(model, state, where):

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS, open_checkpoint
+from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS, open_folder
 from dcls_convert.checkpoints.inspection import inspect_state
 from dcls_convert.checkpoints.stored_weights import read_state, tensors_hash
 from dcls_convert.networks.building import build_model
@@ -63,8 +63,8 @@ def same_states(first, second):
 
 
 def inspect_folder(folder):
-    checkpoint = open_checkpoint(folder)
-    return inspect_state(checkpoint, read_state(checkpoint))
+    opened = open_folder(folder)
+    return inspect_state(opened, read_state(opened))
 
 
 def problems(verification):

@@ -11,10 +11,10 @@ from timm.models import save_for_hf
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
-from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, open_checkpoint
+from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, open_folder
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 
 from ..command_line import run
 from ..dispatch_modes import AllocatedMemory
@@ -200,7 +200,7 @@ def test_users_may_edit_preprocessing_labels_layout_report_card_and_other_files(
     assert torch.equal(outputs(timm.create_model(f"local-dir:{folder}", pretrained=True)), right)
     # They stay with the loaded model.
     assert "a.org" not in str(loaded.pretrained_cfg["url"])
-    save(tmp_path / "again", loaded, open_checkpoint(folder).plan)
+    save(tmp_path / "again", loaded, open_folder(folder).plan)
     saved = json.loads((tmp_path / "again" / CONFIG).read_text())["pretrained_cfg"]
     assert {name: saved[name] for name in edits} == edits
 
@@ -304,7 +304,7 @@ def test_a_model_that_only_its_user_can_build_is_ok_only_with_it(tmp_path):
 
 
 def test_a_folder_for_timm_alone_is_checked(folder, tmp_path):
-    fold_checkpoint(folder, "timm", tmp_path / "stock")
+    fold_folder(folder, "timm", tmp_path / "stock")
     verified = verify(tmp_path / "stock")
     assert problems(verified) == []
     assert "outputs" in {check.name for check in verified.checks}

@@ -18,7 +18,7 @@ from torchvision.ops import StochasticDepth
 
 import dcls_convert
 from dcls_convert import convert_, load_converted, save_converted
-from dcls_convert.checkpoints.folder import open_checkpoint
+from dcls_convert.checkpoints.folder import open_folder
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.errors import DclsConvertError
 
@@ -68,7 +68,7 @@ def test_a_model_edited_after_its_conversion_is_saved_as_its_users_own(tmp_path,
         folder = save_converted(model, plan, tmp_path / "out")
     unconverted = network()
     EDITS[edit](unconverted)
-    assert open_checkpoint(folder).plan.model is None
+    assert open_folder(folder).plan.model is None
     assert problems(verify_folder(folder, model=copy.deepcopy(unconverted))) == []
     assert torch.equal(outputs(load_converted(folder, model=unconverted)), outputs(model))
     report = (folder / "report.json").read_text()
@@ -90,7 +90,7 @@ def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path):
     before = state_of(model)
     with pytest.warns(UserWarning, match="no longer timm:convnext_atto.*outputs differ by"):
         folder = save_converted(model, plan, tmp_path / "out")
-    assert open_checkpoint(folder).plan.model is None
+    assert open_folder(folder).plan.model is None
     assert state_of(model) == before
 
 
@@ -115,7 +115,7 @@ def test_another_number_of_classes_is_found_even_without_a_check(tmp_path, class
     model, plan = converted()
     model.reset_classifier(classes)
     folder = save_converted(model, plan, tmp_path / "out")
-    assert open_checkpoint(folder).plan.model == f"timm:{NAME}"
+    assert open_folder(folder).plan.model == f"timm:{NAME}"
     for loaded in (load_converted(folder), by_timm(folder)):
         assert torch.equal(outputs(loaded), outputs(model))
     EDITS["activation"](model)
@@ -130,7 +130,7 @@ def test_a_new_first_convolution_is_found_and_timm_loads_the_folder(tmp_path):
         1, old.out_channels, old.kernel_size, old.stride, old.padding, bias=False
     )
     folder = save_converted(model, plan, tmp_path / "out")
-    assert open_checkpoint(folder).plan.input_size == (1, 64, 64)
+    assert open_folder(folder).plan.input_size == (1, 64, 64)
     for loaded in (load_converted(folder), by_timm(folder)):
         assert torch.equal(outputs(loaded, channels=1), outputs(model, channels=1))
 
@@ -158,7 +158,7 @@ def test_a_model_of_torchvision_is_the_users_own_or_has_a_stated_source(tmp_path
         assert same_states(loaded, model)
     with pytest.warns(UserWarning, match="no longer torchvision:resnet34 with its plan: miss"):
         wrong = save_converted(model, plan, tmp_path / "wrong", source="torchvision:resnet34")
-    assert open_checkpoint(wrong).plan.model is None
+    assert open_folder(wrong).plan.model is None
     with pytest.raises(DclsConvertError, match="no model 'torchvision:resnet19'"):
         save_converted(model, plan, tmp_path / "none", source="torchvision:resnet19")
 

@@ -16,7 +16,7 @@ from dcls_convert import check_output, convert_, load_converted, predict_report,
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 from dcls_convert.file_checks import builtin_rules
 
 from ..conftest import TINY
@@ -128,7 +128,7 @@ def test_what_save_converted_would_refuse_is_refused_before_a_training(converted
     (mine / "notes.txt").write_text("mine")
     refused = [
         (folder, False, "already exists"),
-        (mine, True, "holds 'notes.txt', which does not belong to a checkpoint"),
+        (mine, True, "holds 'notes.txt', which dcls-convert does not write"),
         (folder / WEIGHTS / "below", False, "is not a folder"),
     ]
     for path, force, says in refused:
@@ -234,4 +234,4 @@ def test_the_size_that_a_network_was_trained_at_is_stated_and_exported(tmp_path)
     loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert resolve_model_data_config(loaded)["input_size"] == (3, 64, 64)
     assert verify(folder).ok
-    assert fold_checkpoint(folder, "pt2", tmp_path / "folded.pt2").input_size == (3, 64, 64)
+    assert fold_folder(folder, "pt2", tmp_path / "folded.pt2").input_size == (3, 64, 64)

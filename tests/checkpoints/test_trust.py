@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG, TORCH_WEIGHTS, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 from dcls_convert.networks.source import ModelSource, check_source
 
 from ..conftest import TINY
@@ -96,7 +96,7 @@ def entry_points(folder):
     remote = "hf-hub:me/evil"
     return {
         "load_converted": lambda: load_converted(folder),
-        "fold": lambda: fold_checkpoint(folder, "timm", folder.parent / f"folded-{folder.name}"),
+        "fold": lambda: fold_folder(folder, "timm", folder.parent / f"folded-{folder.name}"),
         "timm": lambda: timm.create_model(local),
         "timm, pretrained": lambda: timm.create_model(local, pretrained=True),
         "timm, new head": lambda: timm.create_model(local, pretrained=True, num_classes=3),

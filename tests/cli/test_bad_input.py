@@ -47,7 +47,8 @@ def table(rows):
         f"sweep {NET} --sizes 23..7": "runs backwards; give 7..23",
         f"sweep {NET} --sizes 7 --counts 3 --budgets 50": "counts and budgets exclude each other",
         f"{NET} {NET}": re.compile(r"extra argument.*\)\. Try"),
-        "fold .": ".: is not a checkpoint; it has neither config.json nor model.safetensors",
+        "fold .": ".: is not a folder of dcls-convert; it has neither config.json nor "
+        "model.safetensors",
         # MODEL
         "timm:resnet18.nope": re.compile("timm:resnet18.nope: cannot be built.*nope"),
         "torchvision:resnet81": "'torchvision:resnet81' (did you mean 'resnet18'",
@@ -118,7 +119,7 @@ def test_a_folder_that_names_no_model_or_is_converted_already():
         "--input-size 3x1x1": (
             "input size 3x1x1, as (channels, *spatial): the model does not run at 3x1x1: "
         ),
-        "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
+        "--checkpoint gone.pth": "weights file gone.pth: there is no such file",
         "--plan . --budget 90": "a plan is applied unchanged; omit the planning options",
         "--max-macs +10%": re.compile(
             r"\+\d+\.\d+ % MACs; --max-macs allows \+10 %; .* dcls-convert sweep \S+net"

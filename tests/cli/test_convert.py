@@ -84,5 +84,5 @@ def test_quiet_still_says_which_weights_are_taken(trained):
     command = (MODEL, "--dilated-size", 7, "--checkpoint", "run.pth", "--init", "largest")
     out, err = run(*command, "--output", "out", "--quiet")
     assert out == "out\n"
-    assert err.startswith("note: checkpoint run.pth: ")
+    assert err.startswith("note: weights file run.pth: ")
     assert "ema" in err

@@ -130,7 +130,7 @@ def layer_of(interpolation, size, stride=1):
 
 def prefer(way, layer):
     table.preference = lambda: way
-    layer._ways.clear()
+    layer._convs.clear()
 
 
 def results_of_layer(layer, images, way):

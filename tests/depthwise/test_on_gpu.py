@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from dcls_convert.depthwise import table, why_no_blocks
 
-from .by_table import case_of, conv2d
+from .by_table import conv2d, spec_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -40,7 +40,7 @@ def test_blocks_of_small_integers_are_exact(dtype, stride, side, window, memory_
     leaves[0] = leaves[0].to(memory_format=memory_format)
     leaves = [tensor.requires_grad_() for tensor in leaves]
     expected = F.conv2d(*exact, *arguments)
-    assert table.choose_way(case_of(*leaves, *arguments)).name == "blocks"
+    assert table.choose_algorithm(spec_of(*leaves, *arguments)).name == "blocks"
     output = conv2d(*leaves, *arguments)
     gradient = integers(*output.shape)
     results = [output, *torch.autograd.grad(output, leaves, gradient.to("cuda", dtype))]

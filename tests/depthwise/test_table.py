@@ -1,4 +1,4 @@
-"""The way of a convolution is chosen by one table, or by the environment."""
+"""The algorithm of a convolution is chosen by one table, or by the environment."""
 
 import dataclasses
 import re
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dcls_convert.depthwise import devices, onednn, table
-from dcls_convert.depthwise.table import VARIABLE, Case, choose_way
+from dcls_convert.depthwise.table import VARIABLE, ConvSpec, choose_algorithm
 from dcls_convert.errors import DclsConvertError
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-CASE = Case(
+SPEC = ConvSpec(
     device=GPU,
     dtype=torch.bfloat16,
     input_shape=(128, 96, 56, 56),
@@ -26,7 +26,7 @@ ON_CPU = {"device": CPU, "dtype": torch.float32}
 
 
 def chosen(preferred="auto", **changes):
-    return choose_way(dataclasses.replace(CASE, **changes), preferred).name
+    return choose_algorithm(dataclasses.replace(SPEC, **changes), preferred).name
 
 
 def window(rows, columns, padding=None):
@@ -62,12 +62,12 @@ GPU_WITHOUT_BLOCKS = (
 )
 
 
-@pytest.mark.parametrize(("preferred", "changes", "way"), GPU_WITHOUT_BLOCKS)
+@pytest.mark.parametrize(("preferred", "changes", "algorithm"), GPU_WITHOUT_BLOCKS)
 def test_gpus_without_blocks_use_products_for_many_images_and_wide_windows(
-    monkeypatch, preferred, changes, way
+    monkeypatch, preferred, changes, algorithm
 ):
     monkeypatch.setattr(table, "why_no_blocks", lambda device: "Triton is not installed")
-    assert chosen(preferred, **changes) == way
+    assert chosen(preferred, **changes) == algorithm
 
 
 @pytest.mark.parametrize("count", [1, 128])
@@ -79,8 +79,8 @@ def test_gpus_use_blocks_for_more_than_49_cells_whatever_the_batch(count):
 
 def test_cpus_use_onednn_and_blocks_only_in_tritons_interpreter(monkeypatch):
     preferred = {"auto": "onednn", "blocks": "blocks", "products": "products", "torch": "torch"}
-    for name, way in preferred.items():
-        assert chosen(name, **ON_CPU) == way
+    for name, algorithm in preferred.items():
+        assert chosen(name, **ON_CPU) == algorithm
     monkeypatch.setattr(table, "why_no_blocks", lambda device: "not for cpu")
     assert chosen("blocks", **ON_CPU) == "onednn"
 

@@ -21,7 +21,7 @@ import dcls_convert.export.program
 from dcls_convert import fold_to_dense_
 from dcls_convert.cli.fold import _lines
 from dcls_convert.errors import DclsConvertError, ModelError
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 from dcls_convert.export.formats import FORMATS, Format, FormatName
 
 from ..checkpoints.folders import IMAGE
@@ -34,7 +34,7 @@ FILE_FORMATS = ["onnx", "pt2"]
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FILE_FORMATS)
 def test_an_exported_file_gives_the_same_outputs_for_any_batch_size(checkpoints, format):
-    written = fold_checkpoint(checkpoints / "convnext", format)
+    written = fold_folder(checkpoints / "convnext", format)
     assert written.batch is None
     assert [path.name for path in Path().iterdir()] == [f"convnext{FORMATS[format].suffix}"]
     for batch in (1, 2, 5):
@@ -42,12 +42,12 @@ def test_an_exported_file_gives_the_same_outputs_for_any_batch_size(checkpoints,
 
 
 def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints):
-    fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "once", trust_code=True)
+    fold_folder(checkpoints / "Plain", "timm", tmp_path / "once", trust_code=True)
     with pytest.raises(
         DclsConvertError, match=r"is folded already, and .*:Plain is not in timm's registry"
     ):
-        fold_checkpoint(tmp_path / "once", "timm", tmp_path / "twice", trust_code=True)
-    written = fold_checkpoint(tmp_path / "once", "pt2", tmp_path / "x.pt2", trust_code=True)
+        fold_folder(tmp_path / "once", "timm", tmp_path / "twice", trust_code=True)
+    written = fold_folder(tmp_path / "once", "pt2", tmp_path / "x.pt2", trust_code=True)
     assert written.params_before == written.params_after
     assert error_of(checkpoints / "Plain", written, images(2)) < FLOAT32_ERROR
     assert {path.name for path in tmp_path.iterdir()} == {"once", "x.pt2"}
@@ -56,14 +56,14 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FILE_FORMATS)
 def test_a_model_that_needs_a_fixed_batch_size_is_exported_for_one_image(checkpoints, format):
-    written = fold_checkpoint(checkpoints / "ByImage", format, trust_code=True)
+    written = fold_folder(checkpoints / "ByImage", format, trust_code=True)
     assert written.batch == 1
     assert error_of(checkpoints / "ByImage", written, images(1)) < FLOAT32_ERROR
 
 
 @pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_a_file_has_outputs_of_any_structure_and_no_paths_of_this_machine(checkpoints, format):
-    written = fold_checkpoint(checkpoints / "Branching", format, trust_code=True)
+    written = fold_folder(checkpoints / "Branching", format, trust_code=True)
     assert error_of(checkpoints / "Branching", written, images(2)) < FLOAT32_ERROR
     parts = [Path(written.output).read_bytes()]
     if format == "pt2":
@@ -80,7 +80,7 @@ def test_a_file_has_outputs_of_any_structure_and_no_paths_of_this_machine(checkp
 @pytest.mark.slow
 def test_weights_too_large_for_one_file_go_into_a_second(tmp_path, monkeypatch, checkpoints):
     monkeypatch.setattr(dcls_convert.export.program, "MAX_IN_ONE_FILE", 0)
-    written = fold_checkpoint(checkpoints / "Plain", "onnx", tmp_path / "x.onnx", trust_code=True)
+    written = fold_folder(checkpoints / "Plain", "onnx", tmp_path / "x.onnx", trust_code=True)
     assert {path.name for path in tmp_path.iterdir()} == {"x.onnx", "x.onnx.data"}
     assert error_of(checkpoints / "Plain", written, images(2)) < FLOAT32_ERROR
     (tmp_path / "x.onnx").unlink()
@@ -104,7 +104,7 @@ def test_whatever_an_exporter_raises_is_one_line(monkeypatch, checkpoints):
 
     monkeypatch.setattr("torch.export.save", fail)
     with pytest.raises(ModelError, match=r"^the export to pt2 fails: KeyError: 'operator'$"):
-        fold_checkpoint(checkpoints / "Plain", "pt2", Path("x.pt2"), trust_code=True)
+        fold_folder(checkpoints / "Plain", "pt2", Path("x.pt2"), trust_code=True)
     assert list(Path().iterdir()) == []
 
 
@@ -121,7 +121,7 @@ def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints):
 
     monkeypatch.setattr(torch.export, "load", Broken)
     with pytest.raises(DclsConvertError, match=r"relative error is \d\.\de-0[23]; at most 1e-04"):
-        fold_checkpoint(checkpoints / "Plain", "pt2", Path("x.pt2"), force=True, trust_code=True)
+        fold_folder(checkpoints / "Plain", "pt2", Path("x.pt2"), force=True, trust_code=True)
     assert [path.read_text() for path in Path().iterdir()] == ["old"]
 
 
@@ -133,7 +133,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
 
     monkeypatch.setattr(dcls_convert.export.fold, "fold_to_dense_", fold_wrongly)
     with pytest.raises(DclsConvertError, match="folding: the outputs' relative error is"):
-        fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "out", trust_code=True)
+        fold_folder(checkpoints / "Plain", "timm", tmp_path / "out", trust_code=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +141,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
     ("arguments", "message"),
     [
         ("in --format onnx --output notes.txt --force", "must end in .onnx"),
-        ("in --output in --force", "is the checkpoint itself"),
+        ("in --output in --force", "is the folder itself"),
         ("in --output x.onnx", "add --format onnx, or write a folder"),
         (
             "in --format onnx --output x.onnx",
@@ -183,12 +183,12 @@ def new_format(monkeypatch):
 
 @pytest.mark.usefixtures("new_format")
 def test_a_row_is_all_that_a_format_needs(checkpoints):
-    written = fold_checkpoint(checkpoints / "Plain", "two", trust_code=True)
+    written = fold_folder(checkpoints / "Plain", "two", trust_code=True)
     assert written.output == "Plain.two.pt2"
     assert error_of(checkpoints / "Plain", written, images(1)) < FLOAT32_ERROR
     assert "Wrote Plain.two.pt2: program of two for images of" in _lines(written, FORMATS["two"])[2]
     with pytest.raises(DclsConvertError, match=r"x\.two must end in \.two\.pt2"):
-        fold_checkpoint(checkpoints / "Plain", "two", Path("x.two"))
+        fold_folder(checkpoints / "Plain", "two", Path("x.two"))
 
 
 # --- The command

@@ -5,7 +5,7 @@ import pytest
 
 from dcls_convert import convert_, save_converted
 from dcls_convert.checkpoints.stored_weights import read_stamp
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 from dcls_convert.running.arguments import describe_inputs, random_arguments
 from dcls_convert.running.input_spec import with_batch
 
@@ -50,7 +50,7 @@ def test_the_folder_is_verified_by_its_outputs(folders, build):
 @pytest.mark.parametrize("format", ["timm", "pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_each_format_takes_the_inputs_of_forward(folders, build, format):
     checkpoint = folders / build.__name__
-    report = fold_checkpoint(checkpoint, format, model=factory_of(build))
+    report = fold_folder(checkpoint, format, model=factory_of(build))
     assert report.batch is None
     for batch in (2, 5):
         inputs = with_batch(describe_inputs(EXAMPLES[build]), batch)

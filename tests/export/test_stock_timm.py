@@ -15,7 +15,7 @@ import dcls_convert.export.stock_timm
 from dcls_convert import load_converted, predict_report
 from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import CheckpointError, DclsConvertError
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.running.compare_outputs import max_relative_error
@@ -62,7 +62,7 @@ def outputs_by_stock_timm(folder, images):
 
 @pytest.mark.processes
 def test_stock_timm_loads_a_folded_convnext(checkpoints):
-    written = fold_checkpoint(checkpoints / "convnext", "timm")
+    written = fold_folder(checkpoints / "convnext", "timm")
     assert (written.kind, written.output, written.kernel_args) == (
         "stock timm",
         "convnext-folded",
@@ -90,7 +90,7 @@ def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_pat
         args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto"
     )
     save(tmp_path / "in", model, plan, check=False)
-    written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
+    written = fold_folder(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     assert outputs(loaded, 1).shape == (1, 7)
@@ -99,10 +99,10 @@ def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_pat
 
 def test_windows_of_the_old_kernels_size_need_no_argument(tmp_path):
     save(tmp_path / "in", *convert("timm:test_resnet", 3), check=False)
-    written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
+    written = fold_folder(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {})
     with pytest.raises(CheckpointError, match="is folded for timm already, or was never converted"):
-        fold_checkpoint(tmp_path / "out", "timm", tmp_path / "again")
+        fold_folder(tmp_path / "out", "timm", tmp_path / "again")
 
 
 def test_matching_shapes_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
@@ -116,14 +116,14 @@ def test_matching_shapes_are_not_enough_for_stock_timm(tmp_path, monkeypatch, ch
         return model
 
     monkeypatch.setattr(dcls_convert.export.stock_timm, "build_model", another_network)
-    written = fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out")
+    written = fold_folder(checkpoints / "convnext", "timm", tmp_path / "out")
     assert written.kind == "dcls"
     assert "kernel_sizes=9: the outputs' relative error is" in written.note
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
 
 
 def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
-    written = fold_checkpoint(checkpoints / "efficientnet", "timm", tmp_path / "out")
+    written = fold_folder(checkpoints / "efficientnet", "timm", tmp_path / "out")
     assert written.kind == "dcls"
     assert "stem_kernel_size" in written.note
     original = load_converted(checkpoints / "efficientnet").eval()
@@ -132,7 +132,7 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     for folded in (loaded, by_timm):
         assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
         assert max_relative_error(outputs(original), outputs(folded)) < FLOAT32_ERROR
-    plan = dcls_convert.checkpoints.folder.open_checkpoint(tmp_path / "out").plan
+    plan = dcls_convert.checkpoints.folder.open_folder(tmp_path / "out").plan
     assert plan.folded
     report = json.loads((tmp_path / "out" / REPORT).read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
@@ -144,8 +144,8 @@ def test_force_replaces_folders_of_both_kinds(tmp_path, checkpoints):
     for name in ("convnext", "Plain", "convnext"):
         if out.exists():
             with pytest.raises(DclsConvertError, match="already exists"):
-                fold_checkpoint(checkpoints / name, "timm", out, trust_code=True)
-        kind = fold_checkpoint(checkpoints / name, "timm", out, force=True, trust_code=True).kind
+                fold_folder(checkpoints / name, "timm", out, trust_code=True)
+        kind = fold_folder(checkpoints / name, "timm", out, force=True, trust_code=True).kind
         assert kind == ("stock timm" if name == "convnext" else "dcls")
         assert (out / REPORT).exists() is (name == "Plain")
     assert list(tmp_path.iterdir()) == [out]
@@ -155,5 +155,5 @@ def test_a_folder_written_by_another_program_is_not_replaced(tmp_path, checkpoin
     save_for_hf(timm.create_model(TINY), tmp_path / "out", safe_serialization=True)
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(DclsConvertError, match="was not written by dcls-convert"):
-        fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out", force=True)
+        fold_folder(checkpoints / "convnext", "timm", tmp_path / "out", force=True)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

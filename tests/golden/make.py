@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcls_convert
-from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.fold import fold_folder
 
 from .networks import CASES, FOLDED, images, options_of, seeded_network
 
@@ -29,7 +29,7 @@ def make():
         outputs[name] = model.eval().double()(images(2).double())
     folded = HERE / "folded"
     shutil.rmtree(folded, ignore_errors=True)
-    fold_checkpoint(HERE / FOLDED, output=folded)
+    fold_folder(HERE / FOLDED, output=folded)
     save_file(outputs, HERE / "outputs.safetensors")
 
 

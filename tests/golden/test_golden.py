@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import dcls_convert
-from dcls_convert.checkpoints.folder import open_checkpoint
+from dcls_convert.checkpoints.folder import open_folder
 from dcls_convert.checkpoints.verify import verify_folder
 
 from .networks import CASES, FOLDED, images, options_of, seeded_network
@@ -33,7 +33,7 @@ def report_of(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_golden_folder_is_whole_and_loads_with_the_same_outputs(name):
-    has_own = open_checkpoint(HERE / name).plan.model is None
+    has_own = open_folder(HERE / name).plan.model is None
     networks = [seeded_network(CASES[name]) if has_own else None for _ in range(2)]
     checks = verify_folder(HERE / name, model=networks[0]).checks
     assert [check for check in checks if not check.ok] == []
@@ -51,7 +51,7 @@ def test_a_golden_folded_folder_loads_in_timm_with_the_outputs_of_its_conversion
 def test_the_same_request_gives_the_golden_plan_report_and_weights(name):
     model = seeded_network(CASES[name])
     report = dcls_convert.convert_(model, **options_of(CASES[name]))
-    golden = open_checkpoint(HERE / name)
+    golden = open_folder(HERE / name)
     found = json.loads(json.dumps(report.to_dict()))
     expected = report_of(name)
     if CASES[name].calibrates:  # the counts follow from searches, too

@@ -127,8 +127,8 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    ways = [convolve for layer in model for convolve, _ in layer._ways.values()]
-    in_blocks = [getattr(convolve, "func", None) is convolve_by_plan for convolve in ways]
+    convolves = [convolve for layer in model for convolve, _ in layer._convs.values()]
+    in_blocks = [getattr(convolve, "func", None) is convolve_by_plan for convolve in convolves]
     assert set(in_blocks) == {True, False}
 
 

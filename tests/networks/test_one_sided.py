@@ -348,7 +348,7 @@ def test_windows_grow_to_the_side_to_which_outputs_look(form):
     assert ordinary.name == "ordinary"
     assert ordinary.grow == ()
     for layer in layers:
-        assert set(layer.sides) - {"both"}, layer.name
+        assert set(layer.grow_of_axes) - {"both"}, layer.name
     for module in model.modules():
         if isinstance(module, DclsConvNd):
             full_window_(module)

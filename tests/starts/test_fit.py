@@ -161,7 +161,7 @@ def test_awkward_kernels_and_roots_give_finite_elements_no_worse_than_the_larges
     """Kernels have only zeros, equal cells, or cells that dwarf others; channels have no input."""
     kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in layers]
     box = Box((3, 3), (1, 1), (7, 7), interpolation)
-    cells = math.prod(box.sides)
+    cells = math.prod(box.lengths)
     roots = None
     if roots_case is not None:
         roots = torch.randn(1, cells, cells, generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,7 @@ def make_case(name):
     box = Box(conv.kernel_size, conv.dilation, window, "bilinear", dense, layer.grow)
     with torch.no_grad():
         layer.weight.normal_()
-        for positions, first, side in zip(layer.positions, box.origin, box.sides, strict=True):
+        for positions, first, side in zip(layer.positions, box.origin, box.lengths, strict=True):
             # In another order for each kernel. None of them coincide, where the ridge would show.
             grid = torch.linspace(first, first + side - 1, layer.kernel_count)
             positions.copy_(grid[torch.rand_like(positions).argsort(-1)])

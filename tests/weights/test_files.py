@@ -134,9 +134,9 @@ def test_each_damage_is_an_error_of_one_line_and_the_model_stays_as_it_is(tmp_pa
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     RAN.clear()
     with pytest.raises(CheckpointError, match=says) as refused:
-        load_weights_(model, read_weights(path), f"checkpoint {path}")
+        load_weights_(model, read_weights(path), f"weights file {path}")
     check_line(refused.value)
-    assert str(refused.value).startswith(f"checkpoint {path}: ")
+    assert str(refused.value).startswith(f"weights file {path}: ")
     assert RAN == []
     check_equal(model.state_dict(), before)
 
@@ -163,7 +163,7 @@ def test_a_header_longer_than_any_networks_is_refused_before_it_is_read(tmp_path
 
 def test_a_url_is_refused_with_all_its_slashes():
     with pytest.raises(
-        CheckpointError, match=r"checkpoint https://a\.org/w\.pth: download it first"
+        CheckpointError, match=r"weights file https://a\.org/w\.pth: download it first"
     ):
         read_weights("https://a.org/w.pth")
 
@@ -201,7 +201,7 @@ def test_shards_are_read_by_their_index_or_folder_and_one_is_not_taken_for_all(t
     notes = []
     for path in (index, tmp_path):
         check_equal(read_weights(path, note=notes.append), state)
-    assert notes == [f"checkpoint {tmp_path}: takes {index.name}"]
+    assert notes == [f"weights in {tmp_path}: takes {index.name}"]
     shard = tmp_path / f"model-00002-of-00002{suffix}"
     with pytest.raises(CheckpointError, match=rf"is part 2 of 2; .*, model{suffix}.index.json$"):
         read_weights(shard)

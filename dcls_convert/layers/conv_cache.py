@@ -1,7 +1,7 @@
 """How a layer convolves an input: it looks this up in `depthwise/table.py`, and remembers it."""
 
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,44 +11,48 @@ from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
 from ..depthwise.eager import may_change_in_place
 from ..geometry import Padding, Pair, extent, static_padding
 
-MAX_WAYS = 100  # kept by a layer; with images of all sizes, they would grow without end
-
-# How to convolve, and whether that takes elements instead of a kernel.
-FoundWay = tuple[table.Convolve, bool]
+MAX_CONVS = 100  # kept by a layer; with images of all sizes, there would be ever more
 
 
-class Ways(dict[tuple[object, ...], FoundWay]):
-    """How a layer convolves inputs of each kind that it has seen. A copy or a pickle is empty."""
+class PreparedConv(NamedTuple):
+    """How a layer convolves inputs of one shape, strides, dtype and device."""
+
+    convolve: table.Convolve
+    is_fused: bool  # True if it takes weight and positions instead of a kernel
+
+
+class ConvCache(dict[tuple[object, ...], PreparedConv]):
+    """The prepared convolutions of a layer, by `key_of`. A copy or a pickle is empty."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ways, ()
+        return ConvCache, ()
 
-    def keep(self, key: tuple[object, ...], found: FoundWay) -> None:
-        """Remember a way, and forget all others if there are many."""
-        if len(self) >= MAX_WAYS:
+    def keep(self, key: tuple[object, ...], conv: PreparedConv) -> None:
+        """Remember a convolution, and forget all others if there are many."""
+        if len(self) >= MAX_CONVS:
             self.clear()
-        self[key] = found
+        self[key] = conv
 
 
 def key_of(
     input: Tensor, weight: Tensor, positions: Tensor, bias: Tensor | None
 ) -> tuple[object, ...]:
-    """Return a key that is equal for inputs that one way, and its plan, can convolve.
+    """Return a key that is equal for inputs that one prepared convolution takes.
 
     The settings of the layer are not a part of it.
     """
     device = input.device
-    kind = device.type
+    device_type = device.type
     dtype = input.dtype
-    if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    if device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
     return (
         input.shape,
         input.stride(),
         input.dtype,
         device,
         dtype,
-        kind == "cuda" and dtype == torch.float32 and float32_precision(),
+        device_type == "cuda" and dtype == torch.float32 and float32_precision(),
         weight.dtype,
         weight.device,
         positions.dtype,
@@ -59,7 +63,7 @@ def key_of(
     )
 
 
-def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> FoundWay:
+def prepare_conv(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> PreparedConv:
     """Return how a 2-D layer convolves inputs like this one.
 
     The padding must be one that torch's function supports.
@@ -70,10 +74,10 @@ def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> 
     dtype = table.computed_dtype(input, weight, bias)
     dilation = layer.on_every_axis(layer.dilation)
     if isinstance(padding, str):  # "same" or "valid"
-        sides = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
-        if all(before == after for before, after in sides):
-            padding = tuple(before for before, _ in sides)
-    case = table.Case(
+        paddings = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
+        if all(before == after for before, after in paddings):
+            padding = tuple(before for before, _ in paddings)
+    spec = table.ConvSpec(
         device=input.device,
         dtype=dtype or input.dtype,
         input_shape=tuple(input.shape),
@@ -87,12 +91,12 @@ def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> 
         dilation=cast(Pair, dilation),
         groups=layer.groups,
     )
-    way = table.TORCH
+    algorithm = table.TORCH
     if dtype is not None:
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
-        way = table.find_way(case, input, *learnt, eager=eager)
-    takes_elements = (
-        way.name == "blocks"
+        algorithm = table.find_algorithm(spec, input, *learnt, eager=eager)
+    is_fused = (
+        algorithm.name == "blocks"
         and layer.interpolation == "bilinear"
         and not layer.dense_axes
         and min(layer.dilated_kernel_size) > 1
@@ -100,16 +104,16 @@ def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> 
         and positions.is_contiguous()  # so that a kernel can clamp them in place
         and table.BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
     )
-    if not takes_elements:
-        return way.prepare(case, input, bias), False
+    if not is_fused:
+        return PreparedConv(algorithm.prepare(spec, input, bias), is_fused=False)
     from ..depthwise.blocks import convolve_by_plan  # needs Triton
     from .gpu_construction import ElementPlan
 
     plan = ElementPlan(
         input,
-        case.window,
-        case.stride,
-        case.dtype,
+        spec.window,
+        spec.stride,
+        spec.dtype,
         has_bias=bias is not None,
         output_dtype=layer.output_dtype,
         elements=layer.kernel_count,
@@ -118,4 +122,4 @@ def prepare_way(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> 
             layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
         ),
     )
-    return functools.partial(convolve_by_plan, plan), True
+    return PreparedConv(functools.partial(convolve_by_plan, plan), is_fused=True)
