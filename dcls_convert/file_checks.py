@@ -15,8 +15,8 @@ from .text import shortened
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # if installed from a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-SAFETENSORS_SUFFIX = ".safetensors"
-TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")  # usual ones of files of torch.save
+# Usual suffixes of files of weights, for each format; a folder is searched in this order.
+WEIGHTS_SUFFIXES = ((".safetensors",), (".bin", ".ckpt", ".pt", ".pth", ".tar"))
 # Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 

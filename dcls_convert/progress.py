@@ -5,13 +5,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich import progress
 from rich.console import Console
-from rich.table import Column
 
 from .text import printable, shortened
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 logger = logging.getLogger("dcls_convert")  # how a layer convolves, at DEBUG
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
@@ -82,11 +83,14 @@ def show_progress(
             bar.stop()
 
 
-def _bar(name: str, redirect: bool) -> progress.Progress | None:
+def _bar(name: str, redirect: bool) -> "Progress | None":
     """Return a bar with the time left, which disappears at the end; None without a terminal."""
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     if not _is_stderr_a_terminal() or console.is_dumb_terminal:
         return None
+    from rich import progress
+    from rich.table import Column
+
     bar = progress.Progress(
         progress.SpinnerColumn(),
         progress.TextColumn(
@@ -110,7 +114,7 @@ def _bar(name: str, redirect: bool) -> progress.Progress | None:
     return bar
 
 
-def _show_on_bar(bar: progress.Progress, text: str, done: int, total: int) -> None:
+def _show_on_bar(bar: "Progress", text: str, done: int, total: int) -> None:
     if bar.tasks[0].total != (total or None):  # begins steps with another total
         bar.remove_task(bar.task_ids[0])
         bar.add_task(text, total=total or None)

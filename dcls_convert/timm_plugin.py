@@ -3,7 +3,6 @@
 This module imports neither timm nor torch before the user does.
 """
 
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ def _register() -> None:
         register_model(dcls_convert)
 
 
-class _TimmFinder(importlib.abc.MetaPathFinder):
+class _TimmFinder:  # importlib.abc, which has the base class, is slow to import
     """Finds timm through the other finders, and calls `_register` after timm has been executed.
 
     Merely looking timm up, as `importlib.util.find_spec` does, registers nothing.

@@ -126,6 +126,23 @@ def test_the_command_line_answers_without_torch(line, code, printed):
     assert printed in (done.stdout if code == 0 else done.stderr)
 
 
+def test_plans_rules_and_reports_are_read_without_torch():
+    modules = ["planning.plan", "planning.planner", "planning.rule_files", "reports.report"]
+    imports = "; ".join(f"import dcls_convert.{module}" for module in modules)
+    golden = Path(__file__).parent / "golden" / "fit"
+    program = ("-m", "dcls_convert")
+    for arguments, code, printed in [
+        (("-c", imports), 0, ""),
+        ((*program, "rules", "check", "depthwise"), 0, "valid, "),
+        ((*program, "inspect", str(golden), "--plan"), 0, '"kernel_count": '),
+        ((*program, "inspect", str(PACKAGE), "--plan"), 2, "is not a checkpoint"),
+    ]:
+        done, imported = imported_by(*arguments)
+        assert imported & {"torch", "timm", "torchvision", "numpy"} == set(), arguments
+        assert done.returncode == code
+        assert printed in (done.stdout if code == 0 else done.stderr)
+
+
 def test_a_missing_torch_is_one_line_that_says_what_to_install():
     program = (
         "import sys; sys.modules['torch'] = None; "
@@ -145,6 +162,17 @@ def test_options_that_are_written_out_are_those_of_their_record(function):
         if (function, option.name) != (models, "scope"):
             assert parameters[option.name].default == option.default
     assert options.INTERPOLATION_NAMES == tuple(interpolation.INTERPOLATIONS)
+
+
+def test_texts_that_repeat_the_limits_of_auto_state_the_present_ones():
+    page = (PACKAGE.parent / "docs/convert.md").read_text(encoding="utf-8")
+    page = " ".join(page.split())
+    docstring = " ".join(dcls_convert.convert_.__doc__.split())
+    percent = f"adds at most {options.MAX_ADDED_COST_PERCENT:g} % to the"
+    window = options.MAX_WINDOW
+    assert f"{percent} network's MACs" in page
+    assert f"makes no window larger than {window}x{window}" in page
+    assert f"{percent} model's MACs, with windows of at most {window};" in docstring
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop.md"])

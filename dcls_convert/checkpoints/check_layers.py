@@ -16,7 +16,7 @@ from ..geometry import on_every_axis
 from ..layers.conv_classes import has_own_forward
 from ..layers.conv_settings import own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..layers.ties import POSITION_PARAMETERS
+from ..layers.interpolation import POSITION_PARAMETERS
 from ..networks.wrappers import by_plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan

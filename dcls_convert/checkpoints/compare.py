@@ -11,6 +11,7 @@ from ..text import one_line
 from .fingerprint import Fingerprint, fingerprint_deviation, set_precision_, take_fingerprint
 from .folder import open_folder
 from .load import load_state
+from .stored_weights import read_state
 
 # Largest difference of outputs, as a fraction of their norm, between a model and its copy on the
 # same device: above rounding in another order of sums, and below what an edit changes.
@@ -42,7 +43,7 @@ def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> 
         CheckpointError: The file's tensors are not those that were written.
     """
     opened = open_folder(folder)
-    state = opened.read_state()
+    state = read_state(opened)
     try:
         loaded = load_state(opened, state, model=None, trust_code=False)
         set_precision_(loaded, stored, state)

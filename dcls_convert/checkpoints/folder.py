@@ -1,30 +1,21 @@
-"""A folder that dcls-convert wrote: the names of its files, its stamp, and `OpenedFolder`.
+"""A folder that dcls-convert wrote: the names of its files, and what its config.json says.
 
-Reading a folder runs no code.
+Reading a folder runs no code, and imports no torch.
 """
 
-import contextlib
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
-from pydantic import Field
-from torch import Tensor
+from typing import Any
 
 from ..errors import CheckpointError, PlanError
 from ..file_checks import check_folder
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
 from ..planning.plan import ConversionPlan
-from ..records import STRICT, Record, read_json
+from ..records import read_json
 from ..running.input_spec import InputSpec, checked_input_size, image_inputs
 from ..text import shortened
-from ..weights.files import load_safetensors, open_safetensors, read_weights
-from .fingerprint import Fingerprint
 
 WEIGHTS = "model.safetensors"
 TORCH_WEIGHTS = "pytorch_model.bin"  # what timm's savers may write instead
@@ -35,55 +26,14 @@ FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
 METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
-STAMP_FORMAT = 2
 PROVENANCE = "provenance"  # under METADATA_KEY in config.json
 # Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
 OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stamp(Record):
-    """The metadata that `save_converted` puts into the weights file."""
-
-    __pydantic_config__ = STRICT
-
-    format: Annotated[int, Field(ge=STAMP_FORMAT, le=STAMP_FORMAT)] = STAMP_FORMAT
-    version: str  # of the dcls-convert that wrote the file
-    tensors: str  # `tensors_hash`
-    fingerprint: Fingerprint
-
-
-def read_stamp(path: Path) -> Stamp | None:
-    """Read the stamp in the header of a weights file.
-
-    Return None if another program wrote the file, as timm does after fine-tuning.
-    """
-    with open_safetensors(path) as file:
-        metadata = file.metadata() or {}
-    text = metadata.get(METADATA_KEY)
-    if text is None:
-        return None
-    return Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
-
-
-def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in any order.
-
-    Tensors are taken one after another, so they need not be in memory together.
-    """
-    digests = []
-    for name, tensor in tensors:
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # torch cannot view a tensor without axes as bytes.
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-        digests.append((name, digest.hexdigest()))
-    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedFolder:
-    """The contents of a folder's config.json; weights are read on request."""
+    """The contents of a folder's config.json; `read_state` reads its weights."""
 
     folder: Path
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
@@ -141,39 +91,6 @@ class OpenedFolder:
         if not trust_code:
             check_source(self.stored_source)
         return self.stored_source
-
-    def read_state(self) -> dict[str, Tensor]:
-        """Read all tensors of the weights file.
-
-        Raises:
-            CheckpointError: The file cannot be read, or its tensors are not those of its hash.
-        """
-        torch_file = self.folder / TORCH_WEIGHTS
-        if torch_file.exists() and not self.weights_path.exists():
-            return read_weights(torch_file)
-        state = load_safetensors(self.weights_path)
-        self.check_tensors(state)
-        return state
-
-    def check_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse (CheckpointError) tensors of the weights file that do not belong to the folder.
-
-        A file without a stamp is accepted: timm writes none after fine-tuning.
-        """
-        stamp = read_stamp(self.weights_path)
-        if stamp is None:
-            return
-        if not self.is_ours:
-            raise CheckpointError(
-                f"{self.weights_path}: another program wrote {CONFIG} after these weights; if it "
-                "has tuned the model, its weights are in another file"
-            )
-        # This takes about as long as reading the tensors.
-        if stamp.tensors != tensors_hash(state.items()):
-            raise CheckpointError(
-                f"{self.weights_path}: its tensors are not those that were written; "
-                "it is damaged or was changed"
-            )
 
 
 def open_folder(folder: str | Path) -> OpenedFolder:
@@ -273,32 +190,3 @@ def _stated_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(cfg, dict) and "num_classes" in cfg:
         stated["pretrained_cfg.num_classes"] = cfg["num_classes"]
     return stated
-
-
-def why_not_our_folder(path: Path) -> str | None:
-    """Say why a path is no folder of dcls-convert and must not be replaced; None if it is one.
-
-    An empty folder may be replaced, too.
-    """
-    if path.is_symlink():
-        return "is a link, not a folder"
-    if not path.is_dir():
-        return "is a file, not a folder"
-    entries = sorted(path.iterdir())
-    for entry in entries:
-        is_known = entry.name in (*FILES, PICTURE)
-        if not is_known or entry.is_symlink() or not entry.is_file():
-            return f"holds {shortened(entry.name)!r}, which dcls-convert does not write"
-    if not entries or _was_written_by_dcls_convert(path):
-        return None
-    return "was not written by dcls-convert"
-
-
-def _was_written_by_dcls_convert(folder: Path) -> bool:
-    """True if the weights or the config say so; one of the two may be damaged."""
-    with contextlib.suppress(CheckpointError):
-        if read_stamp(folder / WEIGHTS) is not None:
-            return True
-    with contextlib.suppress(CheckpointError):
-        return open_folder(folder).stored_plan is not None
-    return False

@@ -16,6 +16,7 @@ from ..planning.plan import ConversionPlan
 from ..records import Record
 from ..weights.loading import describe_non_finite
 from .folder import OpenedFolder
+from .stored_weights import read_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +111,7 @@ def inspect_state(
             positions.
     """
     plan = plan_with_positions(opened)
-    start_state = start.read_state() if start is not None else None
+    start_state = read_state(start) if start is not None else None
     for layer, *_ in position_groups(plan.layers):
         for name in layer.position_names.values():
             problem = _describe_misfit(layer, name, state.get(name))

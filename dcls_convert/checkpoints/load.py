@@ -18,6 +18,7 @@ from ..planning.plan import ConversionPlan
 from ..running.model_state import unchanged_on_failure
 from ..weights.loading import build_and_load, load_weights_
 from .folder import OpenedFolder, open_folder
+from .stored_weights import read_state
 
 
 def load_converted(
@@ -52,7 +53,7 @@ def load_converted(
         check_argument("model", model, nn.Module)
     opened = open_folder(folder)
     _ = opened.plan  # raises if there is none
-    loaded = load_state(opened, opened.read_state(), model=model, trust_code=trust_code)
+    loaded = load_state(opened, read_state(opened), model=model, trust_code=trust_code)
     return loaded if device is None else loaded.to(device)
 
 

@@ -24,7 +24,8 @@ from .current_plan import (
     with_current_interpolations,
 )
 from .fingerprint import NOT_CHECKED, take_fingerprint
-from .folder import open_folder, why_not_our_folder
+from .folder import open_folder
+from .stored_weights import why_not_our_folder
 from .write import clamped_state_, write_texts, write_weights
 
 NO_SOURCE = (

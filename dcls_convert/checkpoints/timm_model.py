@@ -20,6 +20,7 @@ from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_
 from .folder import CONFIG, PLAN_KEY, TORCH_WEIGHTS, WEIGHTS, open_folder
 from .load import place_stored_plan_
+from .stored_weights import read_state
 
 
 def create_converted(
@@ -66,7 +67,7 @@ def create_converted(
         if pretrained_model_args is not None and not features_only and not is_overlaid:
             _check_classes(source, pretrained_model_args, cfg)
         opened = open_folder(_weights_folder(cfg, cache_dir))
-        weights = opened.read_state()
+        weights = read_state(opened)
         finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
     else:
         finish_ = partial(_initialise_, plan=stored)

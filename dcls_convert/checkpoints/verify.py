@@ -13,8 +13,9 @@ from ..records import Record
 from ..text import shortened
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import CONFIG, WEIGHTS, OpenedFolder, Stamp, open_folder, read_stamp
+from .folder import CONFIG, WEIGHTS, OpenedFolder, open_folder
 from .load import load_state
+from .stored_weights import Stamp, check_tensors, read_stamp
 
 MODEL = "model"  # name of the check that rebuilds the model
 
@@ -113,7 +114,7 @@ def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stam
         detail = "not checked: another program wrote it, without a hash"
         return Check(name=WEIGHTS, ok=None, detail=detail)
     try:
-        opened.check_tensors(state)
+        check_tensors(opened, state)
     except DclsConvertError as error:
         return _problem(WEIGHTS, error, opened.weights_path)
     return Check(name=WEIGHTS, ok=True, detail="as written")

@@ -34,9 +34,8 @@ from .folder import (
     PROVENANCE,
     REPORT,
     WEIGHTS,
-    Stamp,
-    tensors_hash,
 )
+from .stored_weights import Stamp, tensors_hash
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a folder."""
 
 import shlex
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,6 @@ from ..conversion.request import ELEMENTS, ConversionRequest, NetworkRequest, St
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..output import check_figure_library, check_output_path
 from ..planning.plan_options import PlanOptions
 from ..text import printable
 from .parsing import parse_keywords
@@ -157,6 +155,8 @@ def _limit_waiting(model: str) -> None:
     The hub's client would ask six times for each file, with a warning and a wait after each. So ask
     the hub once; if it does not answer, the client reads its cache alone, as with HF_HUB_OFFLINE=1.
     """
+    import socket
+
     from huggingface_hub import constants, get_session, utils
 
     socket.setdefaulttimeout(PATIENCE)  # of torchvision's downloads, which else wait for ever
@@ -182,6 +182,7 @@ def _convert_and_save(
     quiet: bool,
 ) -> "Conversion":
     """Convert, and write the folder. Without `output`, it gets its default name."""
+    from ..output import check_figure_library, check_output_path
 
     def check_folder(folder: Path) -> None:
         check_output_path(folder, force=force, why_keep=_why_keep)
@@ -307,6 +308,6 @@ def _default_output(request: ConversionRequest, draft: "DraftPlan", start: str) 
 
 def _why_keep(path: Path) -> str | None:
     """Say why a folder must not replace this path; None if it may."""
-    from ..checkpoints.folder import why_not_our_folder  # imports torch
+    from ..checkpoints.stored_weights import why_not_our_folder  # imports torch
 
     return why_not_our_folder(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..cli import console, options
-from ..export.formats import SUFFIXES, FormatName
+from ..export.formats import FORMATS, Format, FormatName
 from ..geometry import size_text
 from ..text import count_text
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from ..export.folded_model import ExportReport
 
 
-Format = Annotated[
+FILE_FORMATS = [name for name, format in FORMATS.items() if format.file]
+DEFAULT_OUTPUTS = [f"./FOLDER{format.suffix}" for format in FORMATS.values()]
+
+FormatOption = Annotated[
     FormatName,
     options.output_option(
-        metavar="|".join(SUFFIXES),
+        metavar="|".join(FORMATS),
         help="timm: a folder, which timm loads by itself if the architecture allows it. "
-        "onnx, pt2: one file.",
+        f"{', '.join(FILE_FORMATS)}: one file.",
     ),
 ]
 OutputPath = Annotated[
@@ -27,14 +30,15 @@ OutputPath = Annotated[
         "--output",
         "-o",
         metavar="PATH",
-        help="Folder or file to write (default: ./FOLDER-folded, ./FOLDER.onnx or ./FOLDER.pt2).",
+        help="Folder or file to write "
+        f"(default: {', '.join(DEFAULT_OUTPUTS[:-1])} or {DEFAULT_OUTPUTS[-1]}).",
     ),
 ]
 
 
 def fold(
     folder: options.FolderArgument,
-    format: Format = "timm",
+    format: FormatOption = "timm",
     output: OutputPath = None,
     input_size: options.InputSize = None,
     model: options.Unconverted = None,
@@ -65,10 +69,10 @@ def fold(
     elif quiet:
         console.show_path(report.output)
     else:
-        console.show(*_lines(report))
+        console.show(*_lines(report, FORMATS[format]))
 
 
-def _lines(report: "ExportReport") -> list[str]:
+def _lines(report: "ExportReport", format: Format) -> list[str]:
     """Say what was written, and how to load it."""
     if report.params_after == report.params_before:
         change = ", as before"
@@ -83,13 +87,13 @@ def _lines(report: "ExportReport") -> list[str]:
     return [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
         f"Outputs match those before folding (relative error {error}).",
-        f"Wrote {files}: {_description(report)}.",
+        f"Wrote {files}: {_description(report, format)}.",
         "",
         *textwrap.indent(report.loading, "    ").splitlines(),
     ]
 
 
-def _description(report: "ExportReport") -> str:
+def _description(report: "ExportReport", format: Format) -> str:
     """Say what the output is."""
     if report.kind == "stock timm":
         arguments = ""
@@ -99,7 +103,7 @@ def _description(report: "ExportReport") -> str:
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
         return f"a dcls-convert folder, because {report.note}"
-    noun = "ONNX model" if report.kind == "onnx" else "torch.export program"
+    noun = format.file
     number = "any number at a time"
     if report.batch is not None:
         number = f"{report.batch} at a time, because the network's code fixes the number"

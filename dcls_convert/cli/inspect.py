@@ -9,7 +9,6 @@ import typer
 from ..cli import console, options
 from ..errors import DclsConvertError
 from ..file_checks import check_file
-from ..output import check_output_path, check_picture, new_output, why_not_a_file
 
 if TYPE_CHECKING:
     from ..tuning.tracker import TrackRecord
@@ -66,17 +65,20 @@ def inspect(
         raise DclsConvertError("--plan prints the plan alone; omit --picture")
     if history is not None and picture is None:
         raise DclsConvertError("--history needs a file to draw it into: add --picture FILE.png")
+    if plan:
+        _print_plan(folder)
+        return
+    from ..output import check_output_path, check_picture, new_output, why_not_a_file
+
     if history is not None:
         check_file(history, "history")
     if picture is not None:
         check_picture(picture)
         check_output_path(picture, force=force, why_keep=why_not_a_file)
-    if plan:
-        _print_plan(folder)
-        return
     with console.steps(folder, "reading", quiet=quiet, lines=picture is not None) as notify:
         from ..checkpoints.folder import open_folder
         from ..checkpoints.inspection import inspect_state, plan_with_positions
+        from ..checkpoints.stored_weights import read_state
         from ..views.inspection import inspection_view
 
         opened = open_folder(folder)
@@ -85,7 +87,7 @@ def inspect(
             from ..views.history import read_history
 
             records = read_history(history, plan_with_positions(opened))
-        state = opened.read_state()
+        state = read_state(opened)
         start = None if since is None else open_folder(since)
         inspection = inspect_state(opened, state, start)
         if picture is not None:

@@ -16,6 +16,7 @@ from ..errors import CheckpointError, PlanError
 from ..geometry import position_limits, size_text
 from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import find_interpolation
+from ..layers.profiles import PROFILES
 from ..options import AUTO, AuthorsVersion
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import DraftPlan
@@ -193,7 +194,8 @@ def _find_elements(layer: LayerPlan, weights: RequestWeights) -> Mapping[str, Te
         )
     theirs = weights.elements[name]
     has_sigma = _SIGMA in theirs
-    if has_sigma != find_interpolation(layer.interpolation).has_sigma:
+    interpolation = find_interpolation(layer.interpolation)
+    if has_sigma != interpolation.has_sigma or not interpolation.is_of_authors:
         subject = f"{weights.where}: {layer.name}"
         if has_sigma:
             raise CheckpointError(
@@ -252,7 +254,8 @@ def _translate(
         spread_sum = torch.ones_like(weight, dtype=torch.float64)  # (O, I, E)
         for axis, side in enumerate(size):
             cells = positions[axis].double() + side // 2  # from the window's first cell
-            spread_sum *= interpolation.profile(cells, sigma[axis].double(), side).sum(-1)
+            profile = PROFILES[layer.interpolation](cells, sigma[axis].double(), side)
+            spread_sum *= profile.sum(-1)
         scaled_weight = weight.double() * spread_sum / (spread_sum + _NORMALISER)
         ours["weight"] = scaled_weight.to(weight.dtype)
     return ours

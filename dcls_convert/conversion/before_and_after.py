@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
+from ..running.agreement import Agreement
 from ..running.arguments import random_arguments
-from ..running.compare_outputs import Agreement, compare_outputs
+from ..running.compare_outputs import compare_outputs
 from ..running.input_spec import pixel_count, with_batch
 from ..running.run import running
 from ..starts.images import Calibration

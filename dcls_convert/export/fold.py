@@ -1,6 +1,7 @@
-"""Fold a folder's model into plain convolutions, and write it in a format of WRITERS."""
+"""Fold a folder's model into plain convolutions, and write it in one of the FORMATS."""
 
 import importlib.util
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import OpenedFolder, open_folder, why_not_our_folder
+from ..checkpoints.folder import OpenedFolder, open_folder
 from ..checkpoints.load import load_state
+from ..checkpoints.stored_weights import read_state, why_not_our_folder
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
 from ..networks.find_convs import parameter_count
@@ -28,17 +30,9 @@ from .folded_model import (
     arguments_for,
     run_model,
 )
-from .formats import SUFFIXES, FormatName
-from .program import write_onnx, write_pt2
-from .stock_timm import write_timm_folder
+from .formats import FORMATS, FormatName
 
 FOLD_IN_PYTHON = "in Python, fold_to_dense_(model) folds it without comparing them"
-ONNX_PACKAGES = ("onnxscript", "onnxruntime")  # of the extra `export`
-WRITERS: dict[FormatName, Callable[[FoldedModel], ExportReport]] = {
-    "timm": write_timm_folder,
-    "onnx": write_onnx,
-    "pt2": write_pt2,
-}
 
 
 def fold_folder(
@@ -56,7 +50,7 @@ def fold_folder(
 
     Args:
         folder: The folder.
-        format: A name in WRITERS.
+        format: A name in FORMATS.
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
         input_size: Size of the image on which outputs are compared and for which the network is
@@ -72,10 +66,9 @@ def fold_folder(
     """
     opened = open_folder(folder)
     if output is None:
-        output = Path(folder.resolve().name + SUFFIXES[format])
+        output = Path(folder.resolve().name + FORMATS[format].suffix)
     _check_output(format, opened.folder, output, force=force)
-    if format == "onnx":
-        _check_onnx_packages()
+    _check_packages(format)
     if input_size is None:
         input_size = opened.stated_size
     inputs = _check_inputs(opened, input_size)
@@ -97,7 +90,8 @@ def fold_folder(
         force=force,
         notify=notify,
     )
-    return WRITERS[format](folded)
+    writer: Callable[[FoldedModel], ExportReport] = pkgutil.resolve_name(FORMATS[format].writer)
+    return writer(folded)
 
 
 def _load(opened: OpenedFolder, model: str | None, *, trust_code: bool) -> nn.Module:
@@ -105,7 +99,7 @@ def _load(opened: OpenedFolder, model: str | None, *, trust_code: bool) -> nn.Mo
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
-    state = opened.read_state()
+    state = read_state(opened)
     return load_state(opened, state, model=unconverted, trust_code=trust_code).eval()
 
 
@@ -122,12 +116,13 @@ def _fold_(network: nn.Module, inputs: InputSpec, folder: Path) -> tuple[Any, fl
     return outputs, check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
 
 
-def _check_onnx_packages() -> None:
-    """Refuse (DclsConvertError) to export to ONNX if a package for it is not installed."""
-    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+def _check_packages(format: FormatName) -> None:
+    """Refuse (DclsConvertError) a format if a package for it is not installed."""
+    packages = FORMATS[format].packages
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise DclsConvertError(
-            f"format onnx needs {join_with_and(missing)}: pip install {' '.join(missing)}"
+            f"format {format} needs {join_with_and(missing)}: pip install {' '.join(missing)}"
         )
 
 
@@ -153,13 +148,14 @@ def _check_inputs(opened: OpenedFolder, input_size: Sequence[int] | None) -> Inp
 
 def _check_output(format: FormatName, folder: Path, output: Path, *, force: bool) -> None:
     """Refuse an output that is the folder itself, has another suffix, or must not be replaced."""
-    if format != "timm":
-        if output.suffix != SUFFIXES[format]:
-            raise CheckpointError(f"output {shortened(output)} must end in {SUFFIXES[format]}")
+    if FORMATS[format].file:
+        suffix = FORMATS[format].suffix
+        if not output.name.endswith(suffix):
+            raise CheckpointError(f"output {shortened(output)} must end in {suffix}")
         check_output_path(output, force=force, why_keep=why_not_a_file)
         return
-    for name, suffix in SUFFIXES.items():
-        if output.suffix == suffix:
+    for name, other in FORMATS.items():
+        if other.file and output.name.endswith(other.suffix):
             raise CheckpointError(
                 f"output {shortened(output)}: add --format {name}, or write a folder"
             )

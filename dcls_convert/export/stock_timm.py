@@ -14,8 +14,9 @@ from torch import nn
 
 from ..checkpoints.card import loading_code, model_card
 from ..checkpoints.fingerprint import take_fingerprint
-from ..checkpoints.folder import CARD, WEIGHTS, why_not_our_folder
+from ..checkpoints.folder import CARD, WEIGHTS
 from ..checkpoints.save import save_just_converted
+from ..checkpoints.stored_weights import why_not_our_folder
 from ..checkpoints.write import clamped_state_, timm_config, write_config, write_weights
 from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError

@@ -17,6 +17,7 @@ from ..depthwise.eager import is_exporting, uses_cpu_implementation
 from ..geometry import along_learnt_axes
 from .bilinear_plain import clamped
 from .interpolation import Interpolation, find_interpolation
+from .profiles import FAST_KERNELS, normalised_profile
 
 
 def construct_kernel(
@@ -102,8 +103,9 @@ def construct_unchecked(
     exact_weight = weight.to(dtype)
     exact_positions = positions.to(dtype)
     # Few export formats can translate scattered additions, and some translate them wrongly.
-    if interpolation.fast_kernel is not None and min(learnt_size) > 1 and not is_exporting():
-        kernel = interpolation.fast_kernel(exact_weight, exact_positions, learnt_size)
+    fast_kernel = FAST_KERNELS.get(interpolation.name)
+    if fast_kernel is not None and min(learnt_size) > 1 and not is_exporting():
+        kernel = fast_kernel(exact_weight, exact_positions, learnt_size)
     else:
         if sigma is not None:
             sigma = sigma.to(dtype)
@@ -133,7 +135,7 @@ def _by_profiles(
         width = None
         if sigma is not None:
             width = clamped(sigma[axis], interpolation.min_sigma or 0, math.inf)
-        profiles.append(interpolation.normalised_profile(cells, length, width))
+        profiles.append(normalised_profile(interpolation, cells, length, width))
     spread = weight.unsqueeze(-1)  # (*C, E, 1)
     for profile in profiles[:-1]:
         products = spread.unsqueeze(-1) * profile.unsqueeze(-2)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, check_argument
 from ..geometry import Grow, along_learnt_axes, grow_of_axes, old_centre, position_limits
 from .dcls_conv import DclsConvNd
-from .ties import POSITION_PARAMETERS, at_least_float32, is_flattened
+from .interpolation import POSITION_PARAMETERS
+from .ties import at_least_float32, is_flattened
 
 # Method of a model that timm's optimizers call for the names of parameters without weight decay.
 NO_WEIGHT_DECAY = "no_weight_decay"

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..geometry import along_learnt_axes, position_limits, size_text
-from .interpolation import find_interpolation
-from .ties import POSITION_PARAMETERS, Tieable, at_least_float32, is_sharded
+from .interpolation import POSITION_PARAMETERS, find_interpolation
+from .ties import Tieable, at_least_float32, is_sharded
 
 # Cells. The last step of an optimizer may leave an element a little outside of the window, or a
 # sigma below its minimum; their next use in training clamps them.

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..depthwise.eager import is_eager
-
-# The parameters that say where elements are. Layers of a tie group share them.
-POSITION_PARAMETERS = ("positions", "sigma")
+from .interpolation import POSITION_PARAMETERS
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ModelError
-from ..file_checks import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
+from ..file_checks import WEIGHTS_SUFFIXES
 from ..text import did_you_mean, one_line, shortened
 
 REGISTRIES = ("timm", "torchvision")
@@ -190,7 +190,7 @@ def _explain_wrong_model(name: str) -> None:
             "and fold take it, and dcls_convert.load_converted loads it; "
             f"a folder in timm's own format is local-dir:{name}"
         )
-    if path.suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
+    if any(path.suffix in suffixes for suffixes in WEIGHTS_SUFFIXES):
         raise ModelError(f"{name}: is a weights file; name its model, and add --checkpoint {name}")
     if PATH_START.match(name):
         raise ModelError(f"{name}: is a path; a folder in timm's format is local-dir:{name}")

@@ -22,7 +22,6 @@ from ..geometry import (
     position_limits,
 )
 from ..layers.interpolation import find_interpolation
-from ..layers.ties import POSITION_PARAMETERS
 from ..networks.sites import OldConv
 from ..text import one_line, shortened
 
@@ -63,9 +62,7 @@ class LayerPlan(OldConv):
     @property
     def position_attributes(self) -> tuple[str, ...]:
         """The names of the parameters that say where elements are; a tie group shares them."""
-        if find_interpolation(self.interpolation).has_sigma:
-            return POSITION_PARAMETERS
-        return POSITION_PARAMETERS[:1]
+        return find_interpolation(self.interpolation).position_parameters
 
     @property
     def group_name(self) -> str:

@@ -2,8 +2,11 @@
 
 import fnmatch
 import math
+import operator
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ..geometry import Grow, size_text
+from ..networks.sites import ConvSite
 from ..options import (
     EVEN_GROWTH,
     GROWTH,
@@ -28,9 +32,6 @@ from ..options import (
 )
 from ..text import one_line, shortened
 from .paths import matches_path
-
-if TYPE_CHECKING:
-    from ..networks.sites import ConvSite  # which imports torch
 
 RULES_FORMAT = 1
 UNNAMED_RULES = "rules"  # the source of rules that come from no file
@@ -66,6 +67,10 @@ class Range(_Strict):
             raise ValueError(f"min {self.min} is above max {self.max}")
         return self
 
+    def includes(self, number: int) -> bool:
+        """True if the number is in the range."""
+        return (self.min or 0) <= number <= (self.max or math.inf)
+
     def __str__(self) -> str:
         ends = []
         if self.min is not None:
@@ -86,23 +91,44 @@ Growth = Annotated[
 Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
-def _holds(stated: Any, value: Any) -> bool:
-    """Return True if a site's value is what a predicate states.
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a predicate tests a convolution; it stands in the predicate's type, in `Match`."""
 
-    Args:
-        stated: A range, a pattern or patterns with * and ?, a number or numbers, or a boolean.
-        value: One value, or a tuple with one for each axis or name. For a range, the largest side
-            decides.
-    """
-    values = value if isinstance(value, tuple) else (value,)
+    # Arguments: what the rule states, and the site's value.
+    holds: Callable[[Any, Any], bool]
+    attribute: str | None = None  # of ConvSite; by default, that of the predicate's name
+
+
+def _equals_or_is_in_range(stated: int | Range, number: int) -> bool:
     if isinstance(stated, Range):
-        return bool((stated.min or 0) <= max(values) <= (stated.max or math.inf))
-    if isinstance(stated, int):  # or a boolean
-        return all(side == stated for side in values)
-    patterns = [stated] if isinstance(stated, str) else stated
-    if isinstance(patterns[0], int):
-        return list(values) == patterns
-    return any(fnmatch.fnmatchcase(name, glob) for name in values for glob in patterns)
+        return stated.includes(number)
+    return number == stated
+
+
+def _sides_are(stated: int | list[int] | Range, sides: tuple[int, ...]) -> bool:
+    """A range is for the largest side, an integer for all sides."""
+    if isinstance(stated, Range):
+        return stated.includes(max(sides))
+    if isinstance(stated, int):
+        return set(sides) == {stated}
+    return list(sides) == stated
+
+
+def _is_one_of(stated: str | list[str], word: str) -> bool:
+    return word in _as_list(stated)
+
+
+def _matches_a_glob(stated: str | list[str], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in _as_list(stated))
+
+
+def _is_in_a_path(stated: str | list[str], names: tuple[str, ...]) -> bool:
+    return matches_path(names, _as_list(stated))
+
+
+def _as_list(stated: str | list[str]) -> list[str]:
+    return [stated] if isinstance(stated, str) else stated
 
 
 _GLOB = "a pattern with * and ?, or a list of such patterns"
@@ -114,55 +140,55 @@ _AXES = f"{_SIDE} for all axes, or a list with one for each"
 class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
-    # Each predicate is named after the ConvSite attribute that it tests, except `path`, which tests
-    # `names`.
-    path: Globs | None = Field(
+    # Each predicate states in its type how it tests a convolution.
+    path: Annotated[Globs | None, How(_is_in_a_path, "names")] = Field(
         None,
         description=f"{_GLOB}, for the module's qualified name; "
         "without * and ?, also everything inside the module of that name",
     )
-    stage: Globs | None = Field(
+    stage: Annotated[Globs | None, How(_matches_a_glob)] = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
     )
-    type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
-    stem: bool | None = Field(
+    type: Annotated[Globs | None, How(_matches_a_glob)] = Field(
+        None, description=f"{_GLOB}, for the class name"
+    )
+    stem: Annotated[bool | None, How(operator.eq)] = Field(
         None, description="true or false: whether it belongs to the stem, or takes the image itself"
     )
-    kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
-        None, description="depthwise, grouped, dense, or a list of them"
+    kind: Annotated[Kind | Annotated[list[Kind], Field(min_length=1)] | None, How(_is_one_of)] = (
+        Field(None, description="depthwise, grouped, dense, or a list of them")
     )
-    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(
+    dims: Annotated[Annotated[int, Field(ge=1, le=3)] | None, How(operator.eq)] = Field(
         None, description="1, 2 or 3 spatial dimensions"
     )
-    kernel_size: Size | Range | None = Field(
+    kernel_size: Annotated[Size | Range | None, How(_sides_are)] = Field(
         None,
         description=f"{_SIDE} for all sides, a list with one for each, "
         "or {min: N, max: N} for the largest side",
     )
-    stride: Size | None = Field(None, description=_AXES)
-    dilation: Size | None = Field(None, description=_AXES)
-    in_channels: Positive | Range | None = Field(None, description=_NUMBER)
-    out_channels: Positive | Range | None = Field(None, description=_NUMBER)
+    stride: Annotated[Size | None, How(_sides_are)] = Field(None, description=_AXES)
+    dilation: Annotated[Size | None, How(_sides_are)] = Field(None, description=_AXES)
+    in_channels: Annotated[Positive | Range | None, How(_equals_or_is_in_range)] = Field(
+        None, description=_NUMBER
+    )
+    out_channels: Annotated[Positive | Range | None, How(_equals_or_is_in_range)] = Field(
+        None, description=_NUMBER
+    )
 
     @property
     def paths(self) -> list[str]:
         """The patterns of `path`; none if it is not stated."""
-        if isinstance(self.path, str):
-            return [self.path]
-        return self.path or []
+        return _as_list(self.path or [])
 
-    def mismatch(self, site: "ConvSite") -> str | None:
+    def mismatch(self, site: ConvSite) -> str | None:
         """Describe the first predicate that `site` fails, or return None if all hold."""
-        for predicate in type(self).model_fields:
+        for predicate, field in type(self).model_fields.items():
             stated = getattr(self, predicate)
             if stated is None:
                 continue
-            if predicate == "path":
-                if not matches_path(site.names, self.paths):
-                    return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
-                continue
-            value = getattr(site, predicate)  # None for a site outside all stages
-            if value is None or not _holds(stated, value):
+            (how,) = [part for part in field.metadata if isinstance(part, How)]
+            value = getattr(site, how.attribute or predicate)  # None for a site outside all stages
+            if value is None or not how.holds(stated, value):
                 return f"{predicate} is {_in_words(value)}, not {_in_words(stated)}"
         return None
 

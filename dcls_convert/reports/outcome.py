@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..running.compare_outputs import Agreement
+from ..running.agreement import Agreement
 from ..text import count_text
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged

@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..depthwise.devices import in_double
 from ..errors import DclsConvertError
+from .agreement import Agreement
 
 
 class ComparisonError(DclsConvertError):
@@ -74,24 +74,6 @@ def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
             f"{what}: the outputs' relative error is {error:.1e}; at most {bound:.0e} is allowed"
         )
     return error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
-    """How close a new network's outputs for images are to the old one's.
-
-    A number that is not defined for these outputs is None.
-    """
-
-    # Share of images for which both networks rank the same class first; only for classifiers.
-    same_top1: float | None = None
-    # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
-    kl: float | None = None
-    # Share of images for which the same output of (N, C) is the largest; only for networks that do
-    # not say whether they are classifiers.
-    same_largest: float | None = None
-    # `relative_error` of all floating-point tensors together
-    output_error: float | None = None
 
 
 def compare_outputs(outputs: Any, others: Any, *, num_classes: int | None = None) -> Agreement:

@@ -24,6 +24,7 @@ from ..geometry import (
 )
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation
+from ..layers.profiles import normalised_profile
 from ..planning.layer_plan import LayerPlan
 
 
@@ -147,7 +148,7 @@ class Box:
         lines, elements, _ = box_positions.shape
         footprint = box_positions.new_ones(lines, elements, 1)
         for axis, length in enumerate(self.lengths):
-            profile = self.method.normalised_profile(box_positions[..., axis], length)
+            profile = normalised_profile(self.method, box_positions[..., axis], length)
             footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
         return footprint
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..file_checks import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file
+from ..file_checks import WEIGHTS_SUFFIXES, check_file
 from ..text import short_list
 
 INDEX = ".index.json"  # last suffixes of the file that names the shards of a state dict
@@ -39,8 +39,8 @@ def _file_in_folder(folder: Path) -> Path:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
         raise CheckpointError(f"weights file {folder}: {error.strerror}") from error
-    index_suffixes = (f"{SAFETENSORS_SUFFIX}{INDEX}", f".bin{INDEX}")
-    for suffixes in (index_suffixes, SAFETENSORS_SUFFIX, TORCH_SUFFIXES):
+    index_suffixes = (f".safetensors{INDEX}", f".bin{INDEX}")
+    for suffixes in (index_suffixes, *WEIGHTS_SUFFIXES):
         found = [name for name in names if name.endswith(suffixes)]
         if len(found) > 1:
             raise CheckpointError(f"weights file {folder}: name one of {short_list(found, 5)}")

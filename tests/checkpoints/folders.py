@@ -10,8 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS, open_folder, tensors_hash
+from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS, open_folder
 from dcls_convert.checkpoints.inspection import inspect_state
+from dcls_convert.checkpoints.stored_weights import read_state, tensors_hash
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 
@@ -63,7 +64,7 @@ def same_states(first, second):
 
 def inspect_folder(folder):
     opened = open_folder(folder)
-    return inspect_state(opened, opened.read_state())
+    return inspect_state(opened, read_state(opened))
 
 
 def problems(verification):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from dcls_convert.checkpoints.folder import tensors_hash
+from dcls_convert.checkpoints.stored_weights import tensors_hash
 
 from .trained import write_trained
 

@@ -7,6 +7,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A spatia
 import copy
 import functools
 import re
+from dataclasses import replace
 
 import DCLS.construct.modules as authors
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..command_line import run
@@ -293,3 +295,10 @@ def test_a_state_dict_that_does_not_fit_is_one_line_and_leaves_the_model_unchang
         convert_from_theirs_(model, change(authors_convnext(version).state_dict()), **options)
     assert words in str(caught.value)
     assert state_of(model) == before
+
+
+def test_an_interpolation_that_the_authors_do_not_have_is_refused(monkeypatch):
+    other = replace(INTERPOLATIONS["bilinear"], name="gaussian", is_of_authors=False)
+    monkeypatch.setitem(INTERPOLATIONS, "gaussian", other)
+    with pytest.raises(dcls_convert.DclsConvertError, match="is bilinear, not gaussian"):
+        convert_from_theirs_(convnext(), authors_convnext().state_dict(), **GAUSSIAN)

@@ -1,12 +1,16 @@
 """What `dcls-convert fold` writes gives the outputs of the checkpoint, or it is not written."""
 
+import importlib.metadata
 import json
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 import textwrap
 import zipfile
 from pathlib import Path
+from typing import get_args
 
 import onnxruntime
 import pytest
@@ -15,9 +19,10 @@ import torch
 import dcls_convert.export.fold
 import dcls_convert.export.program
 from dcls_convert import fold_to_dense_
+from dcls_convert.cli.fold import _lines
 from dcls_convert.errors import DclsConvertError, ModelError
 from dcls_convert.export.fold import fold_folder
-from dcls_convert.export.formats import SUFFIXES
+from dcls_convert.export.formats import FORMATS, Format, FormatName
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
@@ -31,7 +36,7 @@ FILE_FORMATS = ["onnx", "pt2"]
 def test_an_exported_file_gives_the_same_outputs_for_any_batch_size(checkpoints, format):
     written = fold_folder(checkpoints / "convnext", format)
     assert written.batch is None
-    assert [path.name for path in Path().iterdir()] == [f"convnext{SUFFIXES[format]}"]
+    assert [path.name for path in Path().iterdir()] == [f"convnext{FORMATS[format].suffix}"]
     for batch in (1, 2, 5):
         assert error_of(checkpoints / "convnext", written, images(batch)) < FLOAT32_ERROR
 
@@ -157,6 +162,35 @@ def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, argum
     assert {path.name for path in tmp_path.iterdir()} == {"in", "notes.txt"}
 
 
+# --- The rows
+
+
+def test_every_format_has_a_row_and_a_writer_and_declares_its_packages():
+    assert get_args(FormatName) == tuple(FORMATS)
+    extras = set(importlib.metadata.requires("dcls-convert"))
+    for format in FORMATS.values():
+        assert callable(pkgutil.resolve_name(format.writer))
+        for package in format.packages:
+            assert any(re.match(rf"{package}\b.*; extra == .export.", line) for line in extras)
+
+
+@pytest.fixture
+def new_format(monkeypatch):
+    """Add the format `two`, whose suffix has two dots."""
+    format = Format(file="program of two", suffix=".two.pt2", writer=FORMATS["pt2"].writer)
+    monkeypatch.setitem(FORMATS, "two", format)
+
+
+@pytest.mark.usefixtures("new_format")
+def test_a_row_is_all_that_a_format_needs(checkpoints):
+    written = fold_folder(checkpoints / "Plain", "two", trust_code=True)
+    assert written.output == "Plain.two.pt2"
+    assert error_of(checkpoints / "Plain", written, images(1)) < FLOAT32_ERROR
+    assert "Wrote Plain.two.pt2: program of two for images of" in _lines(written, FORMATS["two"])[2]
+    with pytest.raises(DclsConvertError, match=r"x\.two must end in \.two\.pt2"):
+        fold_folder(checkpoints / "Plain", "two", Path("x.two"))
+
+
 # --- The command
 
 
@@ -164,12 +198,12 @@ def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, argum
 def test_the_command_says_what_it_wrote(checkpoints, format):
     checkpoint = str(checkpoints / "Plain")
     fold = ["fold", checkpoint, "--trust-code", "--format", format]
-    out, err = run(*fold, "--json", "--output", f"x{SUFFIXES[format]}")
+    out, err = run(*fold, "--json", "--output", f"x{FORMATS[format].suffix}")
     written = json.loads(out)
-    assert (written["format"], written["output"]) == (1, f"x{SUFFIXES[format]}")
+    assert (written["format"], written["output"]) == (1, f"x{FORMATS[format].suffix}")
     assert (written["layers"], written["input_size"]) == (2, list(IMAGE))
     assert all(line.startswith(f"{checkpoint}: ") for line in err.splitlines())
-    out, _ = run(*fold, "--output", f"z{SUFFIXES[format]}")
+    out, _ = run(*fold, "--output", f"z{FORMATS[format].suffix}")
     assert f"(relative error {written['relative_error']:.1e})" in out
     assert f"{written['params_before']:,} → {written['params_after']:,}" in out
     snippet = out.partition("\n\n")[2]

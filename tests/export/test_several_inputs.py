@@ -4,7 +4,7 @@ import onnxruntime
 import pytest
 
 from dcls_convert import convert_, save_converted
-from dcls_convert.checkpoints.folder import read_stamp
+from dcls_convert.checkpoints.stored_weights import read_stamp
 from dcls_convert.export.fold import fold_folder
 from dcls_convert.running.arguments import describe_inputs, random_arguments
 from dcls_convert.running.input_spec import with_batch

@@ -18,6 +18,7 @@ from dcls_convert.layers import bilinear
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
+from dcls_convert.layers.profiles import normalised_profile
 
 from ..dispatch_modes import RefuseOperations
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
@@ -262,6 +263,15 @@ def elements_anywhere(draw, min_count=1, min_channels=1):
 
     sigma = None if drawn.sigma is None else numbers_like(drawn.sigma, st.floats(0, 6))
     return replace(drawn, positions=numbers_like(drawn.positions, coordinate), sigma=sigma)
+
+
+@every_interpolation
+def test_support_and_exactness_on_cells_are_those_of_the_profile(interpolation):
+    stated = INTERPOLATIONS[interpolation]
+    centre = torch.tensor([float(stated.support)])
+    profile = normalised_profile(stated, centre, 2 * stated.support + 1)
+    assert (int(profile.count_nonzero()) == 1) == stated.is_exact_on_cells
+    assert float(profile[0, [0, -1]].abs().max()) < torch.finfo(torch.float32).eps
 
 
 @given(drawn=elements_anywhere())

@@ -8,6 +8,7 @@ from torch import nn
 from dcls_convert.conversion.apply_plan import apply_plan_
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
+from dcls_convert.options import MAX_ADDED_COST_PERCENT, MAX_WINDOW
 from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
@@ -212,19 +213,20 @@ def test_a_layer_that_cannot_take_the_size_is_skipped_with_the_reason_or_refused
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s", "resnet18"])
-def test_windows_grow_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
+def test_windows_grow_as_far_as_the_limits_allow(name):
     convs = convs_of(name)
     plan = plan_conversion(convs)
     (growth,) = {growth for layer in plan.layers for growth in layer.growths}
     assert growth >= 2
 
     def is_usual(plan):
-        """Whether the windows have 17 cells at most and add at most 15 % to the MACs."""
+        """Whether windows and MACs are within the limits of `auto`."""
         largest = max(max(layer.dilated_size) for layer in plan.layers)
-        return largest <= 17 and predict_report(plan).macs.after <= 1.15 * convs.macs
+        added_percent = 100 * (predict_report(plan).macs.after / convs.macs - 1)
+        return largest <= MAX_WINDOW and added_percent <= MAX_ADDED_COST_PERCENT
 
     assert is_usual(plan) or growth == 2
-    for larger in range(growth + 2, 18, 2):
+    for larger in range(growth + 2, MAX_WINDOW + 1, 2):
         assert not is_usual(plan_conversion(convs, dilated_size=f"+{larger}"))
 
 

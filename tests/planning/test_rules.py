@@ -19,7 +19,7 @@ from dcls_convert.planning.claims import choose_rules, match_rules
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import load_rules, parse_rules, rules_schema
-from dcls_convert.planning.rules import Match, Rule
+from dcls_convert.planning.rules import How, Match, Rule
 
 from .nets import convs_of, depthwise, plan_of
 
@@ -87,6 +87,12 @@ def test_a_predicate_holds_or_says_what_it_found(key, holds, fails):
     rule_of, reasons = match_rules(rules_of({"name": "wrong", "match": {key: fails}}), [SITE])
     assert rule_of == {}
     assert reasons[SITE.name].startswith(f"not matched (rule 'wrong': {key} is ")
+
+
+def test_every_predicate_says_how_it_tests_a_convolution():
+    for predicate, field in Match.model_fields.items():
+        (how,) = [part for part in field.metadata if isinstance(part, How)]
+        assert hasattr(SITE, how.attribute or predicate)
 
 
 def test_a_convolution_outside_of_stages_matches_no_stage_pattern():

@@ -9,8 +9,8 @@ import types
 import pytest
 import torch
 
+from dcls_convert.running.agreement import Agreement
 from dcls_convert.running.compare_outputs import (
-    Agreement,
     ComparisonError,
     compare_outputs,
     max_relative_error,

@@ -9,7 +9,7 @@ from timm.layers import StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConvertError, convert_
-from dcls_convert.checkpoints.folder import tensors_hash
+from dcls_convert.checkpoints.stored_weights import tensors_hash
 from dcls_convert.starts import calibration as calibration_module
 from dcls_convert.starts.images import Calibration
 

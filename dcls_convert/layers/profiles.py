@@ -1,0 +1,88 @@
+"""The profiles of the interpolations: how an element spreads along an axis of the window.
+
+An element spreads by the product of its profiles, one along each learnt axis. Each profile is
+normalised to sum to 1 inside the window.
+
+A profile's derivative by the position must not vanish for elements on cells: starts from old
+kernels put elements there, and they would never move. Where the profile has a kink, it is the
+right-hand derivative. At the upper border of the window it is the left-hand one, which points
+inward.
+
+Axes: *C kernels, E kernel elements, A learnt axes. `cells` are positions counted from the first
+cell of the window.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .bilinear import bilinear_kernel
+from .interpolation import Interpolation
+
+# cells and sigma (*C, E), length of the window -> (*C, E, length)
+Profile = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def normalised_profile(
+    interpolation: Interpolation, cells: Tensor, length: int, sigma: Tensor | None = None
+) -> Tensor:
+    """Return the normalised profile: (*C, E) -> (*C, E, length). Default: the initial sigma."""
+    if sigma is None:
+        sigma = torch.full_like(cells, interpolation.initial_sigma or 1.0)
+    value = PROFILES[interpolation.name](cells, sigma, length)
+    return value / value.sum(-1, keepdim=True)
+
+
+def _grid(cells: Tensor, length: int) -> Tensor:
+    return torch.arange(length, device=cells.device, dtype=cells.dtype)
+
+
+def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
+    """Return relu(sigma - |u - cell|) for all cells u of the window.
+
+    The derivative is right-hand at kinks, and points inward at the upper border.
+    """
+    fixed_sigma = sigma.detach().unsqueeze(-1)  # (*C, E, 1)
+    distance = (_grid(cells, length) - cells.detach().unsqueeze(-1)).abs()  # (*C, E, length)
+    value = (fixed_sigma - distance).relu()
+    slope_by_sigma = (distance <= fixed_sigma).to(value.dtype)
+    # Both are 0, and carry the gradients of the position and of sigma.
+    zero_by_position = (cells - cells.detach()).unsqueeze(-1)
+    zero_by_sigma = sigma.unsqueeze(-1) - fixed_sigma
+    slope = _triangle_slope(cells, sigma, length)
+    return value + slope * zero_by_position + slope_by_sigma * zero_by_sigma
+
+
+def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
+    centre = cells.detach().unsqueeze(-1)
+    width = sigma.detach().unsqueeze(-1)
+    offset = _grid(cells, length) - centre  # (*C, E, length)
+
+    def one_where(first: Tensor, second: Tensor) -> Tensor:
+        # Not `&`, which coremltools does not support.
+        return torch.logical_and(first, second).to(offset.dtype)
+
+    right_hand = one_where(offset > 0, offset <= width) - one_where(offset > -width, offset <= 0)
+    left_hand = one_where(offset >= 0, offset < width) - one_where(offset >= -width, offset < 0)
+    return torch.where(centre >= length - 1, left_hand, right_hand)
+
+
+def _gaussian(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
+    """Return exp(-((u - cell) / sigma)^2 / 2) for all cells u of the window."""
+    offset = _grid(cells, length) - cells.unsqueeze(-1)
+    return (-0.5 * (offset / sigma.unsqueeze(-1)) ** 2).exp()
+
+
+# How much of the element each cell gets, before it is normalised; differentiable. Without a sigma,
+# an interpolation's profile gets a sigma of 1.
+PROFILES: dict[str, Profile] = {
+    "bilinear": _triangle,
+    "triangle": _triangle,
+    "gaussian": _gaussian,
+}
+# Optional, only if there is no sigma: a faster way to construct the kernel. It is used except in
+# exports, for windows whose sides are longer than one cell.
+FAST_KERNELS: dict[str, Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = {
+    "bilinear": bilinear_kernel,
+}
