@@ -135,7 +135,7 @@ def test_plans_rules_and_reports_are_read_without_torch():
         (("-c", imports), 0, ""),
         ((*program, "rules", "check", "depthwise"), 0, "valid, "),
         ((*program, "inspect", str(golden), "--plan"), 0, '"kernel_count": '),
-        ((*program, "inspect", str(PACKAGE), "--plan"), 2, "is not a checkpoint"),
+        ((*program, "inspect", str(PACKAGE), "--plan"), 2, "is not a folder of dcls-convert"),
     ]:
         done, imported = imported_by(*arguments)
         assert imported & {"torch", "timm", "torchvision", "numpy"} == set(), arguments

@@ -119,7 +119,7 @@ def why_not_our_folder(path: Path) -> str | None:
     for entry in entries:
         is_known = entry.name in (*FILES, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
-            return f"holds {shortened(entry.name)!r}, which does not belong to a folder"
+            return f"holds {shortened(entry.name)!r}, which dcls-convert does not write"
     if not entries or _was_written_by_dcls_convert(path):
         return None
     return "was not written by dcls-convert"
