@@ -97,7 +97,8 @@ def _has_weight(module: nn.Module) -> bool:
         return False
     for name, parameter in module.named_parameters(recurse=False):
         is_added = "bias" in name or "pos" in name or parameter.shape[:1] == (1,)
-        if not is_added and sum(size > 1 for size in parameter.shape) > 1:
+        has_several_axes = parameter.numel() > max(parameter.shape, default=1)
+        if has_several_axes and not is_added:
             return True
     return False
 

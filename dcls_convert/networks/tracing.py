@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from ..running.compare_outputs import finite_share, tensors_in
 from ..running.input_spec import InputSpec
 from ..running.run import running
 from .macs import MacCounter
-from .whole_networks import PICTURE_CHANNELS, paths_above
+from .whole_networks import PICTURE_CHANNELS
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -51,7 +52,7 @@ class Trace:
 class _Beginnings:
     """What the modules of a network are called with first, during a trace."""
 
-    inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # and their versions
+    inputs: dict[Tensor, int] = field(default_factory=dict)  # and their latest versions
     called: set[str] = field(default_factory=set)  # paths in which something was called
     with_input: set[str] = field(default_factory=set)  # see `Trace`
     with_picture: set[str] = field(default_factory=set)
@@ -68,11 +69,11 @@ class _Beginnings:
     def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the inputs of the network."""
         for tensor in tensors_in([args, kwargs]):
-            self.inputs.append((tensor, _version(tensor)))
+            self.inputs[tensor] = _version(tensor)
 
     def is_input(self, tensor: Tensor) -> bool:
         """True for an input of the network that nothing has changed in place."""
-        return any(tensor is one and _version(tensor) == version for one, version in self.inputs)
+        return tensor in self.inputs and self.inputs[tensor] == _version(tensor)
 
     def note(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,15 +83,17 @@ class _Beginnings:
         if not tensors:
             return
         if not self.conv_was_called:  # perhaps an input that was prepared
-            self.inputs += [(tensor, _version(tensor)) for tensor in tensors]
+            self.inputs.update(zip(tensors, map(_version, tensors), strict=True))
             self.conv_was_called = isinstance(module, AnyConv)
-        others = [tensor for tensor in tensors if not self.is_input(tensor)]
-        paths = {*paths_above(path), path} - self.called
-        self.called |= paths
-        if not others:
-            self.with_input |= paths
-        if all(map(_may_be_picture, others)):
-            self.with_picture |= paths
+        others = list(itertools.filterfalse(self.is_input, tensors))
+        are_pictures = all(map(_may_be_picture, others))
+        while path and path not in self.called:  # the module, and those that hold it
+            self.called.add(path)
+            if not others:
+                self.with_input.add(path)
+            if are_pictures:
+                self.with_picture.add(path)
+            path = path.rpartition(".")[0]
 
 
 def _may_be_picture(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import fx, nn
 
 from ..errors import ModelError, PlanError
-from ..layers.conv_classes import AnyConv
 from ..running.run import COMPILED
 from .sites import Skipped
 
@@ -25,6 +24,7 @@ WRAPPER_NAMES = re.compile(
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"
+OTHER_FORMS = (torch.jit.ScriptModule, fx.GraphModule)  # which run code that is not their modules'
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -83,7 +83,7 @@ def by_plain_name(named: Iterable[tuple[str, Part]]) -> dict[str, Part]:
 def other_forms(model: nn.Module) -> Iterator[Skipped]:
     """Yield the parts of a model that convolve, but not by a convolution of torch.nn."""
     for name, module in model.named_modules():
-        if isinstance(module, AnyConv):
+        if not isinstance(module, OTHER_FORMS):
             continue
         reason = _other_form(module)
         # One line for the outermost part, not for all that is inside.
