@@ -25,6 +25,8 @@ def plain_numbers(value: Any) -> Any:
     Other values stay as they are.
     """
     if isinstance(value, list | tuple):
+        if set(map(type, value)) <= {int}:  # the most frequent case
+            return tuple(value)
         return tuple(map(plain_numbers, value))
     if hasattr(value, "tolist"):  # scalars, arrays and tensors
         return plain_numbers(value.tolist())
@@ -77,11 +79,12 @@ def check_window(
             f"window {size_text(window)} has {count_text(len(window), 'side')}, "
             f"the kernel has {len(kernel_size)}"
         )
+    sides = sides_of(grow, len(window))
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
         old_extent = extent(kernel, spacing)
         if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        is_one_sided = sides_of(grow, len(window))[axis] != "both"
+        is_one_sided = sides[axis] != "both"
         if size >= old_extent and (is_one_sided or (size - old_extent) % 2 == 0):
             continue
         side_text = str(size)
@@ -183,7 +186,7 @@ def grown_padding(
 
 def as_padding(pairs: Sequence[Pair]) -> tuple[int | Pair, ...]:
     """Return a padding; of an axis with as many cells before as after it, one number."""
-    return tuple(before if before == after else (before, after) for before, after in pairs)
+    return tuple([before if before == after else (before, after) for before, after in pairs])
 
 
 def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
@@ -205,7 +208,7 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
 
 def is_uneven(padding: Padding) -> bool:
     """True if a padding of numbers has other cells before an axis than after it."""
-    return not isinstance(padding, str) and not all(isinstance(cells, int) for cells in padding)
+    return tuple in map(type, padding)
 
 
 def padding_with_new_cells(
@@ -307,4 +310,4 @@ def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
 
 def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
     """Return the sides of a kernel or window along its learnt axes."""
-    return tuple([sides[axis] for axis in learnt_axes(len(sides), dense_axes)])
+    return tuple([side for axis, side in enumerate(sides) if axis not in dense_axes])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..geometry import DYNAMIC_SAME, Padding
-from .conv_settings import ConvSettings, name_of_transform, own_settings, why_contradictory
+from .conv_settings import ConvSettings, own_settings, why_contradictory
 from .own_forward import padding_seen
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -119,7 +119,7 @@ def traits_of(conv: nn.Module) -> ConvTraits:
 def settings_of(conv: AnyConv) -> ConvSettings:
     """Return the settings of a replaceable convolution, with all padding that `forward` adds."""
     traits = traits_of(conv)
-    settings = replace(own_settings(conv), transform=name_of_transform(traits))
+    settings = own_settings(conv, traits)
     if traits.padding is not None:
         return replace(settings, padding=traits.padding)
     same_padding = traits.same_padding
