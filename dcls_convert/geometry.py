@@ -25,7 +25,7 @@ def plain_numbers(value: Any) -> Any:
     Other values stay as they are.
     """
     if isinstance(value, list | tuple):
-        if set(map(type, value)) <= {int}:  # the most frequent case
+        if set(map(type, value)) <= {int}:
             return tuple(value)
         return tuple(map(plain_numbers, value))
     if hasattr(value, "tolist"):  # scalars, arrays and tensors
@@ -35,7 +35,10 @@ def plain_numbers(value: Any) -> Any:
 
 def on_every_axis(value: Any, dims: int) -> tuple[int, ...]:
     """Return a number for each axis; torch also takes one for all."""
-    numbers = plain_numbers(value)
+    if type(value) is tuple and set(map(type, value)) == {int}:
+        numbers: Any = value  # the most frequent case
+    else:
+        numbers = plain_numbers(value)
     several: tuple[int, ...] = numbers if isinstance(numbers, tuple) else (numbers,)
     return several * dims if len(several) == 1 else several
 

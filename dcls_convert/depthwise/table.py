@@ -202,7 +202,10 @@ def choose_way(case: Case, preferred: Preference = "auto") -> Way:
     for way in WAYS:
         if way.name == preferred and way.can(case):
             return way
-    return next(way for way in WAYS if way.can(case) and way.is_best(case))
+    for way in WAYS:
+        if way.can(case) and way.is_best(case):
+            return way
+    return TORCH
 
 
 def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.dtype | None:

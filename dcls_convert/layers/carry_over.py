@@ -29,8 +29,9 @@ def carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> 
     for name, parameter in new.named_parameters(recurse=False):
         if parameter is not getattr(old, name, None):
             parameter.requires_grad_(bool(old.weight.requires_grad))
-    if type(old.weight) is type(new.weight) is nn.Parameter:
-        vars(new.weight).update(vars(old.weight))  # such as a learning rate of its own
+    weight = new.weight
+    if type(old.weight) is type(weight) is nn.Parameter:
+        vars(weight).update(vars(old.weight))  # such as a learning rate of its own
     own_names = {*exclude, *vars(new), *new._parameters} - _HOOK_REGISTRIES
     for name, value in vars(old).items():
         if name not in own_names and not hasattr(type(new), name):  # which it would hide

@@ -109,16 +109,13 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
     return None if padding is None else ConvTraits(padding=padding)
 
 
-def traits_of(conv: nn.Module) -> ConvTraits:
-    """Return what the convolution's class does; `why_not_replaceable` must have accepted it."""
+def settings_of(conv: AnyConv) -> ConvSettings:
+    """Return the settings of a convolution, with all padding that `forward` adds.
+
+    `why_not_replaceable` must have accepted it.
+    """
     traits = find_traits(conv)
     assert traits is not None
-    return traits
-
-
-def settings_of(conv: AnyConv) -> ConvSettings:
-    """Return the settings of a replaceable convolution, with all padding that `forward` adds."""
-    traits = traits_of(conv)
     settings = own_settings(conv, traits)
     if traits.padding is not None:
         return replace(settings, padding=traits.padding)

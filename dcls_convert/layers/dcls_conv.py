@@ -24,7 +24,7 @@ from ..geometry import (
     static_padding,
 )
 from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, settings_of, traits_of, why_not_replaceable
+from .conv_classes import Conv, ConvTraits, find_traits, settings_of, why_not_replaceable
 from .conv_settings import ConvSettings
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
@@ -145,7 +145,7 @@ class DclsConvNd(DclsLayer):
             grow,
             dtype=conv.weight.dtype,
         )
-        layer.traits = traits_of(conv)
+        layer.traits = cast(ConvTraits, find_traits(conv))
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)

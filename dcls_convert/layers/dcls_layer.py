@@ -157,7 +157,7 @@ class DclsLayer(CheckedLayer):
         sides: tuple[Grow, ...] = ()
         if isinstance(axes, Sequence):
             sides = sides_of(axes, self.dims)
-        if len(sides) != self.dims or not all(side in get_args(Grow) for side in sides):
+        if len(sides) != self.dims or not set(sides) <= set(get_args(Grow)):
             raise ValueError(
                 f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
             )
@@ -325,7 +325,7 @@ class DclsLayer(CheckedLayer):
             key = (*settings, *key_of(input, weight, positions, bias))
             found = self._ways.get(key)
         if found is None:
-            found = prepare_way(self, input, padding, eager=eager)
+            found = prepare_way(self, input, weight, positions, bias, padding, eager=eager)
             if eager:
                 self._ways.keep(key, found)
         convolve, takes_elements = found

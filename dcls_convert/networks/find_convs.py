@@ -134,7 +134,7 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     first_names = [names[0] for names in names_of.values()]
     spatial = set()
     for conv, names in names_of.items():
-        if max(on_every_axis(conv.kernel_size, dims_of(conv))) > 1:
+        if max(on_every_axis(conv.kernel_size, 1)) > 1:
             spatial.add(names[0])
     networks = _whole_networks(names_of, traced)
     stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial, networks)

@@ -79,7 +79,7 @@ class _Beginnings:
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Note what a module is called with, for itself and for the modules that hold it."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors: list[Tensor] = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         if not tensors:
             return
         if not self.conv_was_called:  # perhaps an input that was prepared
