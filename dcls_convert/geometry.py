@@ -82,12 +82,11 @@ def check_window(
             f"window {size_text(window)} has {count_text(len(window), 'side')}, "
             f"the kernel has {len(kernel_size)}"
         )
-    sides = sides_of(grow, len(window))
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
         old_extent = extent(kernel, spacing)
         if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        is_one_sided = sides[axis] != "both"
+        is_one_sided = bool(grow) and grow[axis] != "both"
         if size >= old_extent and (is_one_sided or (size - old_extent) % 2 == 0):
             continue
         side_text = str(size)
@@ -313,4 +312,6 @@ def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
 
 def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
     """Return the sides of a kernel or window along its learnt axes."""
+    if not dense_axes:
+        return tuple(sides)
     return tuple([side for axis, side in enumerate(sides) if axis not in dense_axes])

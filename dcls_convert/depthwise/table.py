@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
-from ..depthwise import onednn, products
+from ..depthwise import onednn
 from ..errors import DclsConvertError
 from ..geometry import Pair, size_text
 from ..progress import logger
@@ -168,8 +168,10 @@ def _are_products_best(case: Case) -> bool:
 
 
 def _by_products(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
+    from .products import depthwise_by_products  # for GPUs alone
+
     padding = cast(Pair, case.padding)
-    return functools.partial(products.depthwise_by_products, dtype=case.dtype, padding=padding)
+    return functools.partial(depthwise_by_products, dtype=case.dtype, padding=padding)
 
 
 def _by_torch(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:

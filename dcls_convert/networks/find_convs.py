@@ -29,9 +29,7 @@ from ..running.input_spec import (
 from ..running.library_code import LIBRARIES, is_library_code
 from ..running.run import meta_copy
 from ..text import one_line, short_list
-from .measure import NOT_CALLED, Measured, measure
-from .probing import CannotMeasureError
-from .sites import ConvSite, ModelConvs, Skipped
+from .sites import NOT_CALLED, ConvSite, Measured, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 from .whole_networks import paths_above, whole_networks
@@ -215,6 +213,9 @@ def _why_skipped(
 
 def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: InputSpec | None) -> Measured:
     """Measure a network that is not a library's; where that is not possible, say why."""
+    from .measure import measure  # not needed for a library's network
+    from .probing import CannotMeasureError
+
     if not convs:
         return Measured()
     if inputs is None:

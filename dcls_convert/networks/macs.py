@@ -36,7 +36,8 @@ class MacCounter:
         self.uncounted: tuple[str, ...] = ()
         self._names: dict[nn.Module, str] = {}
         for name, module in model.named_modules():
-            if _has_weight(module) and ".parametrizations." not in f".{name}.":
+            has_parameters = bool(module._parameters)
+            if has_parameters and _has_weight(module) and ".parametrizations." not in f".{name}.":
                 self._names[module] = name
         self._flops_before: dict[nn.Module, int] = {}  # the latest call of each module
         self._is_counted: dict[str, bool] = {}  # by name, of modules that were called
