@@ -70,6 +70,10 @@ def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
         padding = as_padding(list(zip(stored[::2], stored[1::2], strict=True))[::-1])
     elif not isinstance(padding, str):
         padding = on_every_axis(padding, dims)
+    transform = getattr(traits or getattr(conv, "traits", None), "transform_weight", None)
+    transform_name = "nothing"
+    if transform is not None:
+        transform_name = getattr(transform, "__name__", type(transform).__name__)
     return ConvSettings(
         in_channels=in_channels,
         out_channels=out_channels,
@@ -80,17 +84,8 @@ def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
         stride=on_every_axis(conv.stride, dims),
         padding=padding,
         padding_mode=conv.padding_mode,
-        transform=_name_of_transform(traits or getattr(conv, "traits", None)),
+        transform=transform_name,
     )
-
-
-def _name_of_transform(traits: Any) -> str:
-    """Return the name of what a class does to its weight."""
-    transform = getattr(traits, "transform_weight", None)
-    if transform is None:
-        return "nothing"
-    name: str = getattr(transform, "__name__", type(transform).__name__)
-    return name
 
 
 def why_contradictory(conv: Any) -> str | None:

@@ -39,8 +39,8 @@ class Trace:
     """The record of one forward pass through a model."""
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
-    # Paths of the modules in which what is called first takes inputs of the network alone: the
-    # module itself, or one inside it.
+    # Paths of the modules with others inside in which what is called first takes inputs of the
+    # network alone: the module itself, or one inside it.
     begin_with_input: frozenset[str]
     begin_with_picture: frozenset[str]  # likewise, for inputs and what may be pictures
     macs: int  # of all operators
@@ -78,7 +78,9 @@ class _Beginnings:
     def note(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Note what a module is called with, for itself and for the modules that hold it."""
+        """Note what a module is called with, for the module of this path and those that hold it."""
+        if self.conv_was_called and (not path or path in self.called):
+            return
         tensors: list[Tensor] = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         if not tensors:
             return
@@ -87,7 +89,7 @@ class _Beginnings:
             self.conv_was_called = isinstance(module, AnyConv)
         others = list(itertools.filterfalse(self.is_input, tensors))
         are_pictures = all(map(_may_be_picture, others))
-        while path and path not in self.called:  # the module, and those that hold it
+        while path and path not in self.called:
             self.called.add(path)
             if not others:
                 self.with_input.add(path)
@@ -155,7 +157,9 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
         for path, module in model.named_modules():
             if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
-                hook = functools.partial(beginnings.note, path)
+                # A module with none inside only tells what the module that holds it begins with.
+                holder = path if module._modules else path.rpartition(".")[0]
+                hook = functools.partial(beginnings.note, holder)
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))

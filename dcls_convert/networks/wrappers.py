@@ -113,14 +113,13 @@ def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
     if vars(conv).get("_compiled_call_impl") is not None:
         return "it is compiled; convert first, then compile"
     for length in range(len(parts)):
-        if _is_adapter(model.get_submodule(".".join(parts[:length]))):
+        holder = model.get_submodule(".".join(parts[:length]))
+        if ADAPTED in holder._modules and _is_adapter(holder):
             return "it belongs to an adapter, such as LoRA; merge the adapter first"
     return None
 
 
 def _is_adapter(module: nn.Module) -> bool:
     """True for a layer of peft, which wraps a layer of the network; or one that is built alike."""
-    if ADAPTED not in module._modules:
-        return False
     is_of_peft = type(module).__module__.startswith("peft.")
     return is_of_peft or any(name.startswith("lora_") for name in module._modules)
