@@ -157,7 +157,7 @@ class DclsLayer(CheckedLayer):
         sides: tuple[Grow, ...] = ()
         if isinstance(axes, Sequence):
             sides = sides_of(axes, self.dims)
-        if len(sides) != self.dims or not set(sides) <= set(get_args(Grow)):
+        if len(sides) != self.dims or not all(map(get_args(Grow).__contains__, sides)):
             raise ValueError(
                 f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
             )
