@@ -25,6 +25,8 @@ def plain_numbers(value: Any) -> Any:
     Other values stay as they are.
     """
     if isinstance(value, list | tuple):
+        if set(map(type, value)) <= {int}:
+            return tuple(value)
         return tuple(map(plain_numbers, value))
     if hasattr(value, "tolist"):  # scalars, arrays and tensors
         return plain_numbers(value.tolist())
@@ -33,7 +35,10 @@ def plain_numbers(value: Any) -> Any:
 
 def on_every_axis(value: Any, dims: int) -> tuple[int, ...]:
     """Return a number for each axis; torch also takes one for all."""
-    numbers = plain_numbers(value)
+    if type(value) is tuple and set(map(type, value)) == {int}:
+        numbers: Any = value  # the most frequent case
+    else:
+        numbers = plain_numbers(value)
     several: tuple[int, ...] = numbers if isinstance(numbers, tuple) else (numbers,)
     return several * dims if len(several) == 1 else several
 
@@ -81,7 +86,7 @@ def check_window(
         old_extent = extent(kernel, spacing)
         if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        is_one_sided = grow_of_axes(grow, len(window))[axis] != "both"
+        is_one_sided = bool(grow) and grow[axis] != "both"
         if size >= old_extent and (is_one_sided or (size - old_extent) % 2 == 0):
             continue
         side_text = str(size)
@@ -183,7 +188,7 @@ def grown_padding(
 
 def as_padding(pairs: Sequence[Pair]) -> tuple[int | Pair, ...]:
     """Return a padding; of an axis with as many cells before as after it, one number."""
-    return tuple(before if before == after else (before, after) for before, after in pairs)
+    return tuple([before if before == after else (before, after) for before, after in pairs])
 
 
 def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
@@ -205,7 +210,7 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
 
 def is_uneven(padding: Padding) -> bool:
     """True if a padding of numbers has other cells before an axis than after it."""
-    return not isinstance(padding, str) and not all(isinstance(cells, int) for cells in padding)
+    return tuple in map(type, padding)
 
 
 def padding_with_new_cells(
@@ -307,4 +312,6 @@ def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
 
 def along_learnt_axes(lengths: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of a kernel or window along its learnt axes."""
-    return tuple([lengths[axis] for axis in learnt_axes(len(lengths), dense_axes)])
+    if not dense_axes:
+        return tuple(lengths)
+    return tuple([length for axis, length in enumerate(lengths) if axis not in dense_axes])

@@ -21,7 +21,7 @@ from ..networks.wrappers import by_plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..text import short_list
-from ..weights.added_names import describe_added_names
+from ..weights.loading import describe_added_names
 
 # What a layer states besides its settings as a convolution.
 DCLS_ATTRIBUTES = ("dilated_kernel_size", "kernel_count", "dense_axes", "grow")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
-from ..depthwise import onednn, products
+from ..depthwise import onednn
 from ..errors import DclsConvertError
 from ..geometry import Pair, size_text
 from ..progress import logger
@@ -168,8 +168,10 @@ def _are_products_best(spec: ConvSpec) -> bool:
 
 
 def _by_products(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+    from .products import depthwise_by_products  # for GPUs alone
+
     padding = cast(Pair, spec.padding)
-    return functools.partial(products.depthwise_by_products, dtype=spec.dtype, padding=padding)
+    return functools.partial(depthwise_by_products, dtype=spec.dtype, padding=padding)
 
 
 def _by_torch(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
@@ -203,11 +205,10 @@ def choose_algorithm(spec: ConvSpec, preferred: Preference = "auto") -> Algorith
     for algorithm in ALGORITHMS:
         if algorithm.name == preferred and algorithm.supports(spec):
             return algorithm
-    return next(
-        algorithm
-        for algorithm in ALGORITHMS
-        if algorithm.supports(spec) and algorithm.is_best(spec)
-    )
+    for algorithm in ALGORITHMS:
+        if algorithm.supports(spec) and algorithm.is_best(spec):
+            return algorithm
+    return TORCH
 
 
 def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.dtype | None:

@@ -178,7 +178,9 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     else:
         max_elements = MAX_PRODUCTS // tensors[0].shape[-1]
     kernels_in_block = max(1, max_elements // max(elements, 1))
-    splits = [torch.split(tensor, kernels_in_block, tensor.dim() - 2) for tensor in tensors]
+    splits: list[tuple[Tensor, ...]] = []
+    for tensor in tensors:
+        splits.append(torch.split(tensor, kernels_in_block, tensor.dim() - 2))
     return zip(*splits, strict=True)
 
 
@@ -215,4 +217,7 @@ def _corner_views(kernel: Tensor, size: WindowSize) -> list[Tensor]:
             offsets_with_axis += [offset, offset + stride]
         offsets = offsets_with_axis
     length = kernel.shape[1] - offsets[-1]
-    return [kernel.narrow(1, offset, length) for offset in offsets]
+    views: list[Tensor] = []
+    for offset in offsets:
+        views.append(kernel.narrow(1, offset, length))
+    return views

@@ -111,10 +111,10 @@ def construct_unchecked(
             sigma = sigma.to(dtype)
         kernel = _by_profiles(exact_weight, exact_positions, sigma, learnt_size, interpolation)
     # The dense axes come first; move them to their places.
-    places = [2 + axis for axis in sorted(dense_axes)]
-    first_axes = list(range(2, 2 + len(places)))
+    places = sorted(dense_axes)
+    first_axes = list(range(len(places)))
     if places != first_axes:
-        kernel = kernel.movedim(first_axes, places)
+        kernel = kernel.movedim([2 + axis for axis in first_axes], [2 + axis for axis in places])
     return kernel.to(weight.dtype)  # (O, I, *size)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..depthwise import table
 from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
 from ..depthwise.eager import may_change_in_place
-from ..geometry import Padding, Pair, extent, static_padding
+from ..geometry import Padding, Pair, extent, on_every_axis, static_padding
 
 MAX_CONVS = 100  # kept by a layer; with images of all sizes, there would be ever more
 
@@ -63,16 +63,22 @@ def key_of(
     )
 
 
-def prepare_conv(layer: Any, input: Tensor, padding: Padding, *, eager: bool) -> PreparedConv:
-    """Return how a 2-D layer convolves inputs like this one.
+def prepare_conv(
+    layer: Any,
+    input: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    padding: Padding,
+    *,
+    eager: bool,
+) -> PreparedConv:
+    """Return how a 2-D layer convolves inputs like this one, with parameters like these.
 
     The padding must be one that torch's function supports.
     """
-    weight: Tensor = layer.weight
-    positions: Tensor = layer.positions
-    bias: Tensor | None = layer.bias
     dtype = table.computed_dtype(input, weight, bias)
-    dilation = layer.on_every_axis(layer.dilation)
+    dilation = on_every_axis(layer.dilation, 2)
     if isinstance(padding, str):  # "same" or "valid"
         paddings = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
         if all(before == after for before, after in paddings):
@@ -86,7 +92,7 @@ def prepare_conv(layer: Any, input: Tensor, padding: Padding, *, eager: bool) ->
             layer.in_channels // layer.groups,
             *layer.dilated_kernel_size,
         ),
-        stride=cast(Pair, layer.on_every_axis(layer.stride)),
+        stride=cast(Pair, on_every_axis(layer.stride, 2)),
         padding=cast(Any, padding),
         dilation=cast(Pair, dilation),
         groups=layer.groups,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..geometry import DYNAMIC_SAME, Padding
-from .conv_settings import ConvSettings, name_of_transform, own_settings, why_contradictory
+from .conv_settings import ConvSettings, own_settings, why_contradictory
 from .own_forward import padding_seen
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -109,17 +109,14 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
     return None if padding is None else ConvTraits(padding=padding)
 
 
-def traits_of(conv: nn.Module) -> ConvTraits:
-    """Return what the convolution's class does; `why_not_replaceable` must have accepted it."""
+def settings_of(conv: AnyConv) -> ConvSettings:
+    """Return the settings of a convolution, with all padding that `forward` adds.
+
+    `why_not_replaceable` must have accepted it.
+    """
     traits = find_traits(conv)
     assert traits is not None
-    return traits
-
-
-def settings_of(conv: AnyConv) -> ConvSettings:
-    """Return the settings of a replaceable convolution, with all padding that `forward` adds."""
-    traits = traits_of(conv)
-    settings = replace(own_settings(conv), transform=name_of_transform(traits))
+    settings = own_settings(conv, traits)
     if traits.padding is not None:
         return replace(settings, padding=traits.padding)
     same_padding = traits.same_padding

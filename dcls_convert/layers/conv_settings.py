@@ -37,11 +37,11 @@ class ConvSettings:
 
         None if all are. Settings that the plan does not state (see `LayerPlan`) are not compared.
         """
-        for name in (field.name for field in fields(ConvSettings)):
-            found = getattr(self, name)
-            stated = getattr(planned, name)
+        for setting in fields(ConvSettings):
+            found = getattr(self, setting.name)
+            stated = getattr(planned, setting.name)
             if found != stated and stated not in ((), ""):
-                return f"{name} is {found!r}, the plan has {stated!r}"
+                return f"{setting.name} is {found!r}, the plan has {stated!r}"
         return None
 
 
@@ -52,13 +52,17 @@ def dims_of(conv: Any) -> int:
     return len(conv.output_padding)
 
 
-def own_settings(conv: Any) -> ConvSettings:
+def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
     """Return the settings of a convolution, or of a DCLS layer.
 
     The padding is that of `conv` itself; its class may pad in `forward`, too: see
-    `conv_classes.settings_of`.
+    `conv_classes.settings_of`. `traits` are those of its class (see `find_traits`); a layer has
+    them itself.
     """
     dims = dims_of(conv)
+    in_channels, out_channels, groups = plain_numbers(
+        (conv.in_channels, conv.out_channels, conv.groups)
+    )
     stored = getattr(conv, "_reversed_padding_repeated_twice", None)
     padding: Padding = conv.padding
     if stored is not None and conv.padding_mode != "zeros":
@@ -66,36 +70,30 @@ def own_settings(conv: Any) -> ConvSettings:
         padding = as_padding(list(zip(stored[::2], stored[1::2], strict=True))[::-1])
     elif not isinstance(padding, str):
         padding = on_every_axis(padding, dims)
+    transform = getattr(traits or getattr(conv, "traits", None), "transform_weight", None)
+    transform_name = "nothing"
+    if transform is not None:
+        transform_name = getattr(transform, "__name__", type(transform).__name__)
     return ConvSettings(
-        in_channels=plain_numbers(conv.in_channels),
-        out_channels=plain_numbers(conv.out_channels),
-        groups=plain_numbers(conv.groups),
+        in_channels=in_channels,
+        out_channels=out_channels,
+        groups=groups,
         bias=conv.bias is not None,
         kernel_size=on_every_axis(conv.kernel_size, dims),
         dilation=on_every_axis(conv.dilation, dims),
         stride=on_every_axis(conv.stride, dims),
         padding=padding,
         padding_mode=conv.padding_mode,
-        transform=name_of_transform(getattr(conv, "traits", None)),
+        transform=transform_name,
     )
-
-
-def name_of_transform(traits: Any) -> str:
-    """Return the name of what a class does to its weight; `traits` as in `find_traits`."""
-    transform = getattr(traits, "transform_weight", None)
-    if transform is None:
-        return "nothing"
-    name: str = getattr(transform, "__name__", type(transform).__name__)
-    return name
 
 
 def why_contradictory(conv: Any) -> str | None:
     """Return which attribute is none of torch's, or contradicts the weight's shape; or None."""
-    settings = own_settings(conv)
-    if settings.padding_mode not in PADDING_MODES:
-        return f"its padding mode {settings.padding_mode!r} is none of {', '.join(PADDING_MODES)}"
-    channels = (settings.out_channels, settings.in_channels // settings.groups)
-    stated = (*channels, *settings.kernel_size)
+    if conv.padding_mode not in PADDING_MODES:
+        return f"its padding mode {conv.padding_mode!r} is none of {', '.join(PADDING_MODES)}"
+    channels = plain_numbers((conv.out_channels, conv.in_channels // conv.groups))
+    stated = (*channels, *on_every_axis(conv.kernel_size, dims_of(conv)))
     shape = tuple(conv.weight.shape)
     if shape == stated:
         return None

@@ -7,12 +7,16 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Self, cast
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..geometry import (
     DYNAMIC_SAME,
@@ -23,12 +27,21 @@ from ..geometry import (
     is_uneven,
     static_padding,
 )
-from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, settings_of, traits_of, why_not_replaceable
+from .conv_classes import Conv, ConvTraits, find_traits, settings_of, why_not_replaceable
 from .conv_settings import ConvSettings
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
 from .padded_conv import padded_conv
+
+# Hooks that compute a parameter from others before each forward pass.
+_COMPUTING_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
+# Attributes in which a module keeps its forward and backward hooks, and the kind of its backward
+# hooks. State dict hooks are not among them. A new module takes over the dictionaries themselves,
+# because the handles that users keep for `handle.remove()` refer to them.
+_HOOK_REGISTRIES = {"_is_full_backward_hook"}
+_HOOK_REGISTRIES |= {
+    name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_"))
+}
 
 
 @functools.cache
@@ -145,13 +158,13 @@ class DclsConvNd(DclsLayer):
             grow,
             dtype=conv.weight.dtype,
         )
-        layer.traits = traits_of(conv)
+        layer.traits = cast(ConvTraits, find_traits(conv))
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
         for name in layer.traits.parameters:
             layer.register_parameter(name, getattr(conv, name))
-        carry_over_(conv, layer, exclude=_standard_attributes())
+        _carry_over_(conv, layer, exclude=_standard_attributes())
         if layer.traits.adapt is not None:
             layer.traits.adapt(conv, layer)
         return layer
@@ -210,7 +223,7 @@ class DclsConvNd(DclsLayer):
         # Pruning, weight norm and spectral norm recompute the weight in forward pre-hooks. Run them
         # now, or the kernel would be constructed from a stale weight.
         for hook in self._forward_pre_hooks.values():
-            compute_parameter_(self, hook)
+            _compute_parameter_(self, hook)
         return self._plain_conv(self.kernel().contiguous().detach())
 
     def plain_conv_without_values(self) -> Conv:
@@ -255,9 +268,9 @@ class DclsConvNd(DclsLayer):
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
             bias = nn.Parameter(bias.detach())
         conv.bias = bias
-        carry_over_(self, conv, exclude=_standard_attributes())
+        _carry_over_(self, conv, exclude=_standard_attributes())
         if bias is not None and old_bias is not None:
-            # `carry_over_` has given a new bias the weight's `requires_grad`.
+            # `_carry_over_` has given a new bias the weight's `requires_grad`.
             bias.requires_grad_(old_bias.requires_grad)
         return conv
 
@@ -284,3 +297,37 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+
+
+def _carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> None:
+    """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
+
+    Those are all except `exclude`, the attributes of its class.
+    """
+    new.train(old.training)
+    for name, parameter in new.named_parameters(recurse=False):
+        if parameter is not getattr(old, name, None):
+            parameter.requires_grad_(bool(old.weight.requires_grad))
+    weight = new.weight
+    if type(old.weight) is type(weight) is nn.Parameter:
+        vars(weight).update(vars(old.weight))  # such as a learning rate of its own
+    own_names = {*exclude, *vars(new), *new._parameters} - _HOOK_REGISTRIES
+    for name, value in vars(old).items():
+        if name not in own_names and not hasattr(type(new), name):  # which it would hide
+            vars(new)[name] = value
+    # Leave out hooks that compute a parameter: `new` does not have what they compute it from.
+    other_hooks: OrderedDict[int, Any] = OrderedDict()
+    for key, hook in old._forward_pre_hooks.items():
+        if not isinstance(hook, _COMPUTING_HOOKS):
+            other_hooks[key] = hook
+    if len(other_hooks) < len(old._forward_pre_hooks):
+        new._forward_pre_hooks = other_hooks
+
+
+def _compute_parameter_(layer: nn.Module, hook: Any) -> None:
+    """Run a hook now if it is one of torch's that compute a parameter before each forward pass."""
+    if isinstance(hook, SpectralNorm):
+        weight = hook.compute_weight(layer, do_power_iteration=False)
+        setattr(layer, hook.name, weight)
+    elif isinstance(hook, _COMPUTING_HOOKS):
+        hook(layer, ())

@@ -32,7 +32,6 @@ from ..geometry import (
     along_learnt_axes,
     extent,
     grow_of_axes,
-    is_uneven,
     learnt_axes,
     on_every_axis,
     padded_cells,
@@ -91,10 +90,13 @@ class DclsLayer(CheckedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_channels: int = plain_numbers(in_channels)
-        self.out_channels: int = plain_numbers(out_channels)
-        self.groups: int = plain_numbers(groups)
-        self.kernel_count: int = plain_numbers(kernel_count)
+        self.in_channels: int
+        self.out_channels: int
+        self.groups: int
+        self.kernel_count: int
+        self.in_channels, self.out_channels, self.groups, self.kernel_count = plain_numbers(
+            (in_channels, out_channels, groups, kernel_count)
+        )
         self.dilated_kernel_size = self._one_per_axis(
             "dilated_kernel_size", dilated_kernel_size, minimum=1
         )
@@ -123,7 +125,8 @@ class DclsLayer(CheckedLayer):
         limits = list(map(position_limits, self._learnt_size))
         self._lowest_position, self._highest_position = zip(*limits, strict=True)
         self._make_parameters(bias, device, dtype)
-        self.reset_parameters()
+        if not self.weight.is_meta:
+            self.reset_parameters()
 
     def _make_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -154,7 +157,7 @@ class DclsLayer(CheckedLayer):
         grows: tuple[Grow, ...] = ()
         if isinstance(axes, Sequence):
             grows = grow_of_axes(axes, self.dims)
-        if len(grows) != self.dims or not all(axis in get_args(Grow) for axis in grows):
+        if len(grows) != self.dims or not all(map(get_args(Grow).__contains__, grows)):
             raise ValueError(
                 f"grow={grow!r} must be one of {', '.join(get_args(Grow))}, or {self.dims} of them"
             )
@@ -180,7 +183,7 @@ class DclsLayer(CheckedLayer):
         return on_every_axis(value, self.dims)
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
-        sizes = self.on_every_axis(value)
+        sizes = on_every_axis(value, self.dims)
         are_integers = set(map(type, sizes)) == {int}
         if len(sizes) != self.dims or not are_integers or min(sizes) < minimum:
             raise ValueError(
@@ -246,25 +249,35 @@ class DclsLayer(CheckedLayer):
 
         It is differentiable with respect to weight, positions and sigma.
         """
+        return self._construct(self.weight, self.positions, self.sigma)
+
+    def _construct(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
+        """Construct the kernel from parameters that were read: reading tied ones takes time."""
+        # As `effective_weight`, without a call in each forward pass.
+        if self.traits.transform_weight is not None:
+            weight = self.traits.transform_weight(self, weight)
         return construct_unchecked(
-            self.traits.effective_weight(self, self.weight),
-            self.positions,
-            self.sigma,
+            weight,
+            positions,
+            sigma,
             self._learnt_size,
             self.dense_axes,
             INTERPOLATIONS[self.interpolation],
         )
 
-    @torch.no_grad()
     def clamp_positions_(self) -> None:
         """Clamp positions to the window, and sigma to its minimum, in place.
 
         Source: paper, section 3 "Positions clamping".
         """
-        _clamp_(self.positions, self._lowest_position, self._highest_position)
-        if self.sigma is not None:
+        self._clamp_elements_(self.positions, self.sigma)
+
+    @torch.no_grad()
+    def _clamp_elements_(self, positions: Tensor, sigma: Tensor | None) -> None:
+        _clamp_(positions, self._lowest_position, self._highest_position)
+        if sigma is not None:
             min_sigma = cast(float, INTERPOLATIONS[self.interpolation].min_sigma)
-            _clamp_(self.sigma, (min_sigma,), (math.inf,))
+            _clamp_(sigma, (min_sigma,), (math.inf,))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
@@ -281,7 +294,7 @@ class DclsLayer(CheckedLayer):
             self.padding_mode != "zeros"
             or padding == DYNAMIC_SAME
             or self.grow
-            or is_uneven(padding)
+            or tuple in map(type, padding)  # `is_uneven`, without a call in each forward pass
         ):
             input = self.pad_input(input)
             padding = self.on_every_axis(0)
@@ -289,7 +302,7 @@ class DclsLayer(CheckedLayer):
             return self._convolve_2d(input, padding)
         return self.conv_function(
             input,
-            self.clamped_kernel(),
+            self._clamped_kernel(self.weight, self.positions),
             self.bias,
             self.stride,
             padding,
@@ -312,32 +325,33 @@ class DclsLayer(CheckedLayer):
             key = (*settings, *key_of(input, weight, positions, bias))
             prepared = self._convs.get(key)
         if prepared is None:
-            prepared = prepare_conv(self, input, padding, eager=eager)
+            prepared = prepare_conv(self, input, weight, positions, bias, padding, eager=eager)
             if eager:
                 self._convs.keep(key, prepared)
         convolve, is_fused = prepared
         if is_fused:
             if torch.compiler.is_compiling():
-                self._clamp_before_use_()
+                self._clamp_before_use_(positions, None)
             return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
-        output = convolve(input, bias, self.clamped_kernel())
+        output = convolve(input, bias, self._clamped_kernel(weight, positions, eager=eager))
         if self.output_dtype is None:
             return output
         return output.to(self.output_dtype)
 
-    def clamped_kernel(self) -> Tensor:
+    def _clamped_kernel(self, weight: Tensor, positions: Tensor, *, eager: bool = False) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""
-        if not is_exporting():
-            self._clamp_before_use_()
-        return self.kernel()
+        sigma = self.sigma
+        if eager or not is_exporting():
+            self._clamp_before_use_(positions, sigma)
+        return self._construct(weight, positions, sigma)
 
-    def _clamp_before_use_(self) -> None:
+    def _clamp_before_use_(self, positions: Tensor, sigma: Tensor | None) -> None:
         """In training, clamp positions in place, if that is possible.
 
         If not, they stay as they are: the kernel is that of the clamped positions anyway.
         """
-        if self.training and may_change_in_place(self.positions):
-            self.clamp_positions_()
+        if self.training and may_change_in_place(positions):
+            self._clamp_elements_(positions, sigma)
 
     def pad_input(self, input: Tensor) -> Tensor:
         """Add all padding to the input, for a convolution that does not pad."""

@@ -134,7 +134,8 @@ def exclude_from_weight_decay_(model: nn.Module) -> None:
     timm's optimizers then do not decay them.
     """
     names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
-    names = {*names_of_class(model), *no_weight_decay(model)}
+    names = set(names_of_class(model))
+    names.update(parameter.name for parameter in position_parameters(model))
     # Not a lambda, which could not be pickled with the model.
     vars(model)[NO_WEIGHT_DECAY] = partial(_copied, names)
 

@@ -46,6 +46,20 @@ def is_flattened(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
+def _check_sharded_together(first: nn.Module, shared: Tensor, weight: Tensor) -> None:
+    """Refuse (RuntimeError) positions of the first layer that FSDP keeps apart from this weight."""
+    if is_sharded(shared) and not is_sharded(weight):
+        raise RuntimeError(
+            "FSDP2 has sharded the positions of this layer with another one: give fully_shard "
+            "the whole stage whose layers share them, not its first block alone"
+        )
+    if _are_in_different_units(first, shared, weight):
+        raise RuntimeError(
+            "FSDP1 has sharded the positions of this layer with another one: wrap the whole "
+            "stage whose layers share them, not its blocks, or convert with tie='none'"
+        )
+
+
 def _are_in_different_units(first: nn.Module, shared: Tensor, weight: Tensor) -> bool:
     """True if FSDP1 has put the positions of the first layer into another unit than this weight."""
     if is_flattened(shared):
@@ -100,16 +114,10 @@ class Tieable(nn.Module):
         weight = self._parameters.get("weight", self.__dict__.get("weight"))
         if shared is None or weight is None:
             return shared
-        if is_sharded(shared) and not is_sharded(weight):
-            raise RuntimeError(
-                "FSDP2 has sharded the positions of this layer with another one: give fully_shard "
-                "the whole stage whose layers share them, not its first block alone"
-            )
-        if _are_in_different_units(first, shared, weight):
-            raise RuntimeError(
-                "FSDP1 has sharded the positions of this layer with another one: wrap the whole "
-                "stage whose layers share them, not its blocks, or convert with tie='none'"
-            )
+        # FSDP1 flattens parameters, and FSDP2 gives them a type of its own.
+        are_whole = type(shared) is type(weight) is nn.Parameter and shared.dim() > 1
+        if not are_whole:
+            _check_sharded_together(first, shared, weight)
         if shared.device == weight.device:
             return shared
         if shared.is_meta and hasattr(first, "_hf_hook"):

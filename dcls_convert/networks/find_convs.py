@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import PlanError, check_argument
-from ..geometry import size_text
+from ..geometry import on_every_axis, size_text
 from ..layers.conv_classes import AnyConv, Conv, settings_of, why_not_replaceable
-from ..layers.conv_settings import ConvSettings, dims_of, own_settings
+from ..layers.conv_settings import ConvSettings, dims_of
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import MAX_PIXELS
 from ..running.arguments import ExampleInputs, describe_inputs
@@ -29,9 +29,7 @@ from ..running.input_spec import (
 from ..running.library_code import LIBRARIES, is_library_code
 from ..running.run import meta_copy
 from ..text import one_line, short_list
-from .measure import NOT_CALLED, Measured, measure
-from .probing import CannotMeasureError
-from .sites import ConvSite, ModelConvs, Skipped
+from .sites import NOT_CALLED, ConvSite, Measured, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .timm_notes import stated_input_size
 from .tracing import Calls, Trace, trace
@@ -118,9 +116,9 @@ def _dims(model: nn.Module) -> set[int]:
 def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     """Return every convolution object of `model`, as `find_convs`, for described inputs."""
     check_not_wrapped(model)
-    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
+    converted = [module for module in model.modules() if isinstance(module, DclsConvNd)]
     if converted:
-        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
+        raise PlanError(f"the model is converted already: it has {len(converted)} DCLS layers")
     names_of = _convs_with_names(model)
     is_own = not is_library_code(model)
     traced, inputs, macs_note = _try_trace(model, inputs, is_own=is_own)
@@ -135,7 +133,7 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     first_names = [names[0] for names in names_of.values()]
     spatial = set()
     for conv, names in names_of.items():
-        if max(own_settings(conv).kernel_size) > 1:
+        if max(on_every_axis(conv.kernel_size, 1)) > 1:
             spatial.add(names[0])
     networks = _whole_networks(names_of, traced)
     stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial, networks)
@@ -216,6 +214,9 @@ def _why_skipped(
 
 def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: InputSpec | None) -> Measured:
     """Measure a network that is not a library's; where that is not possible, say why."""
+    from .measure import measure  # not needed for a library's network
+    from .probing import CannotMeasureError
+
     if not convs:
         return Measured()
     if inputs is None:
@@ -266,7 +267,7 @@ def _try_trace(
     """
     if inputs is None:
         return None, None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
-    if any(is_lazy(parameter) for parameter in model.parameters()):
+    if any(map(is_lazy, model.parameters())):
         return None, inputs, "the model has lazy layers; run it once"
     has_values = _has_values(model)
     is_too_large = pixel_count(inputs) > MAX_PIXELS
@@ -325,7 +326,7 @@ def _output_strides(traced: Trace | None, inputs: InputSpec | None) -> dict[str,
 
 def parameter_count(model: nn.Module) -> int:
     """Count the parameters, except those of lazy layers, which have no size yet."""
-    return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
+    return sum([parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)])
 
 
 def _site(

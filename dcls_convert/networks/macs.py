@@ -36,7 +36,8 @@ class MacCounter:
         self.uncounted: tuple[str, ...] = ()
         self._names: dict[nn.Module, str] = {}
         for name, module in model.named_modules():
-            if _has_weight(module) and ".parametrizations." not in f".{name}.":
+            has_parameters = bool(module._parameters)
+            if has_parameters and _has_weight(module) and ".parametrizations." not in f".{name}.":
                 self._names[module] = name
         self._flops_before: dict[nn.Module, int] = {}  # the latest call of each module
         self._is_counted: dict[str, bool] = {}  # by name, of modules that were called
@@ -97,7 +98,8 @@ def _has_weight(module: nn.Module) -> bool:
         return False
     for name, parameter in module.named_parameters(recurse=False):
         is_added = "bias" in name or "pos" in name or parameter.shape[:1] == (1,)
-        if not is_added and sum(size > 1 for size in parameter.shape) > 1:
+        has_several_axes = parameter.numel() > max(parameter.shape, default=1)
+        if has_several_axes and not is_added:
             return True
     return False
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from .probing import (
     run_probe,
     tables_of,
 )
-from .sites import ONE_SIDE
+from .sites import NOT_CALLED, ONE_SIDE, Measured
 from .stand_ins import StandIn, in_place, with_window
 from .table import MIN_CELLS, DependenceColumn, DependenceTable
 
@@ -45,9 +45,6 @@ from .table import MIN_CELLS, DependenceColumn, DependenceTable
 TOLERANCE = 1e-6
 MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
 TOO_LITTLE_MEMORY = "memory does not suffice"
-NOT_CALLED = (
-    "the forward pass of the network in eval mode does not call it (other code may use its weight)"
-)
 
 Suspect = TypeVar("Suspect")
 
@@ -146,18 +143,6 @@ class Dependence:
                     if law.is_broken_by(new):
                         return law.reason
         return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What a measurement found."""
-
-    # What would happen if a convolution were replaced, by the names of those that must stay.
-    reasons: dict[str, str] = field(default_factory=dict)
-    # Of those that other code needs as they are: see `ConvSite.reads_attributes`.
-    readers: dict[str, str] = field(default_factory=dict)
-    dependence: Dependence | None = None  # None if it was not measured
-    not_measured: str | None = None  # what could not be measured, and why; None if all was
 
 
 def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> Measured:

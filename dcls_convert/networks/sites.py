@@ -18,6 +18,10 @@ ONE_SIDE = (
     "on the other side (later times, or a neighbouring tile)"
 )
 
+NOT_CALLED = (
+    "the forward pass of the network in eval mode does not call it (other code may use its weight)"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldConv(ConvSettings):
@@ -101,6 +105,18 @@ class AllowedWindows(Protocol):
         grow: Mapping[str, Sequence[Grow]] | None = None,
     ) -> dict[str, dict[int, str]]:
         """Return the axes along which convolutions must not grow to these windows, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a measurement of a network found; see `measure`."""
+
+    # What would happen if a convolution were replaced, by the names of those that must stay.
+    reasons: dict[str, str] = field(default_factory=dict)
+    # Of those that other code needs as they are: see `ConvSite.reads_attributes`.
+    readers: dict[str, str] = field(default_factory=dict)
+    dependence: AllowedWindows | None = None  # None if it was not measured
+    not_measured: str | None = None  # what could not be measured, and why; None if all was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

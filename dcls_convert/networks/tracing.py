@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from ..running.compare_outputs import finite_share, tensors_in
 from ..running.input_spec import InputSpec
 from ..running.run import running
 from .macs import MacCounter
-from .whole_networks import PICTURE_CHANNELS, paths_above
+from .whole_networks import PICTURE_CHANNELS
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -38,8 +39,8 @@ class Trace:
     """The record of one forward pass through a model."""
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
-    # Paths of the modules in which what is called first takes inputs of the network alone: the
-    # module itself, or one inside it.
+    # Paths of the modules with others inside in which what is called first takes inputs of the
+    # network alone: the module itself, or one inside it.
     begin_with_input: frozenset[str]
     begin_with_picture: frozenset[str]  # likewise, for inputs and what may be pictures
     macs: int  # of all operators
@@ -51,7 +52,7 @@ class Trace:
 class _Beginnings:
     """What the modules of a network are called with first, during a trace."""
 
-    inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # and their versions
+    inputs: dict[Tensor, int] = field(default_factory=dict)  # and their latest versions
     called: set[str] = field(default_factory=set)  # paths in which something was called
     with_input: set[str] = field(default_factory=set)  # see `Trace`
     with_picture: set[str] = field(default_factory=set)
@@ -68,29 +69,33 @@ class _Beginnings:
     def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the inputs of the network."""
         for tensor in tensors_in([args, kwargs]):
-            self.inputs.append((tensor, _version(tensor)))
+            self.inputs[tensor] = _version(tensor)
 
     def is_input(self, tensor: Tensor) -> bool:
         """True for an input of the network that nothing has changed in place."""
-        return any(tensor is one and _version(tensor) == version for one, version in self.inputs)
+        return tensor in self.inputs and self.inputs[tensor] == _version(tensor)
 
     def note(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Note what a module is called with, for itself and for the modules that hold it."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        """Note what a module is called with, for the module of this path and those that hold it."""
+        if self.conv_was_called and (not path or path in self.called):
+            return
+        tensors: list[Tensor] = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         if not tensors:
             return
         if not self.conv_was_called:  # perhaps an input that was prepared
-            self.inputs += [(tensor, _version(tensor)) for tensor in tensors]
+            self.inputs.update(zip(tensors, map(_version, tensors), strict=True))
             self.conv_was_called = isinstance(module, AnyConv)
-        others = [tensor for tensor in tensors if not self.is_input(tensor)]
-        paths = {*paths_above(path), path} - self.called
-        self.called |= paths
-        if not others:
-            self.with_input |= paths
-        if all(map(_may_be_picture, others)):
-            self.with_picture |= paths
+        others = list(itertools.filterfalse(self.is_input, tensors))
+        are_pictures = all(map(_may_be_picture, others))
+        while path and path not in self.called:
+            self.called.add(path)
+            if not others:
+                self.with_input.add(path)
+            if are_pictures:
+                self.with_picture.add(path)
+            path = path.rpartition(".")[0]
 
 
 def _may_be_picture(tensor: Tensor) -> bool:
@@ -152,7 +157,9 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
         for path, module in model.named_modules():
             if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
-                hook = functools.partial(beginnings.note, path)
+                # A module with none inside only tells what the module that holds it begins with.
+                holder = path if module._modules else path.rpartition(".")[0]
+                hook = functools.partial(beginnings.note, holder)
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))

@@ -1,6 +1,7 @@
 """Tell numbered modules that are whole networks, as of an ensemble, from blocks of one network."""
 
-from collections.abc import Iterator, Mapping, Set
+import itertools
+from collections.abc import Mapping, Set
 
 from ..layers.conv_classes import AnyConv
 
@@ -41,11 +42,9 @@ def whole_networks(
     return networks
 
 
-def paths_above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules that hold this one: "a.0.conv" -> "a", "a.0"."""
-    parts = name.split(".")
-    for length in range(1, len(parts)):
-        yield ".".join(parts[:length])
+def paths_above(name: str) -> list[str]:
+    """Return the paths of the modules that hold this one: "a.0.conv" -> "a", "a.0"."""
+    return list(itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def _widen_a_picture(convs: Mapping[str, AnyConv]) -> set[str]:

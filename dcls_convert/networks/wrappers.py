@@ -8,7 +8,6 @@ import torch
 from torch import fx, nn
 
 from ..errors import ModelError, PlanError
-from ..layers.conv_classes import AnyConv
 from ..running.run import COMPILED
 from .sites import Skipped
 
@@ -25,6 +24,7 @@ WRAPPER_NAMES = re.compile(
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"
+OTHER_FORMS = (torch.jit.ScriptModule, fx.GraphModule)  # which run code that is not their modules'
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -83,7 +83,7 @@ def by_plain_name(named: Iterable[tuple[str, Part]]) -> dict[str, Part]:
 def other_forms(model: nn.Module) -> Iterator[Skipped]:
     """Yield the parts of a model that convolve, but not by a convolution of torch.nn."""
     for name, module in model.named_modules():
-        if isinstance(module, AnyConv):
+        if not isinstance(module, OTHER_FORMS):
             continue
         reason = _other_form(module)
         # One line for the outermost part, not for all that is inside.
@@ -113,14 +113,13 @@ def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
     if vars(conv).get("_compiled_call_impl") is not None:
         return "it is compiled; convert first, then compile"
     for length in range(len(parts)):
-        if _is_adapter(model.get_submodule(".".join(parts[:length]))):
+        holder = model.get_submodule(".".join(parts[:length]))
+        if ADAPTED in holder._modules and _is_adapter(holder):
             return "it belongs to an adapter, such as LoRA; merge the adapter first"
     return None
 
 
 def _is_adapter(module: nn.Module) -> bool:
     """True for a layer of peft, which wraps a layer of the network; or one that is built alike."""
-    if ADAPTED not in module._modules:
-        return False
     is_of_peft = type(module).__module__.startswith("peft.")
     return is_of_peft or any(name.startswith("lora_") for name in module._modules)

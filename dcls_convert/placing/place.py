@@ -14,9 +14,10 @@ from ..errors import PlanError
 from ..geometry import all_new_cells
 from ..layers.conv_classes import (
     CONV_CLASSES,
+    PLAIN,
     Conv,
+    find_traits,
     settings_of,
-    traits_of,
     why_not_replaceable,
 )
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
@@ -46,7 +47,11 @@ class ConvGroup:
 
         They differ from the weights if a convolution standardises its weights.
         """
-        return [traits_of(conv).effective_weight(conv, conv.weight.detach()) for conv in self.convs]
+        kernels = []
+        for conv in self.convs:
+            traits = find_traits(conv) or PLAIN
+            kernels.append(traits.effective_weight(conv, conv.weight.detach()))
+        return kernels
 
     def structures(self) -> list[DclsConvNd]:
         """Return layers of one element, without values: they tell how the new ones pad their input.

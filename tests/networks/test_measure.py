@@ -194,7 +194,7 @@ def test_what_cannot_be_measured_is_said(name):
 def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypatch):
     measured = []
     monkeypatch.setattr(
-        "dcls_convert.networks.find_convs.measure",
+        "dcls_convert.networks.measure.measure",
         lambda *_: measured.append(1) or Measured(),
     )
     model = timm.create_model("test_convnext")
