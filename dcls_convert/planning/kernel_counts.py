@@ -61,8 +61,13 @@ def largest_count(drafts: Sequence[LayerPlan], share: Fraction) -> int:
 
     It is at most the number of cells of their smallest window.
     """
-    unsolved = [layer for layer in drafts if layer.kernel_count == UNSOLVED]
-    return min(math.floor(_exact_count(drafts, share)), min(layer.cells for layer in unsolved))
+    return _whole(_exact_count(drafts, share), drafts)
+
+
+def _whole(exact_count: Fraction, drafts: Sequence[LayerPlan]) -> int:
+    """Return the count, rounded down to what fits into the windows of the UNSOLVED layers."""
+    cells = [layer.cells for layer in drafts if layer.kernel_count == UNSOLVED]
+    return min(math.floor(exact_count), *cells)
 
 
 def _exact_count(drafts: Sequence[LayerPlan], share: Fraction) -> Fraction:
@@ -88,7 +93,7 @@ def solve_counts(
     layers = list(drafts)
     if any(layer.kernel_count == UNSOLVED for layer in drafts):
         exact = _exact_count(drafts, share)
-        layers = _with_unsolved_counted(drafts, largest_count(drafts, share))
+        layers = _with_unsolved_counted(drafts, _whole(exact, drafts))
     else:
         count = drafts[0].kernel_count
         exact = limit / Fraction(_params(drafts), count)  # by the parameters of one element

@@ -77,13 +77,11 @@ class LayerPlan(OldConv):
     @property
     def position_shape(self) -> tuple[int, ...]:
         """(A, O, I, *dense axes, E): learnt axes, channels, cells of dense axes, elements."""
-        dense = [self.dilated_size[axis] for axis in self.dense_axes]
-        learnt = len(self.dilated_size) - len(dense)
         return (
-            learnt,
+            len(self.dilated_size) - len(self.dense_axes),
             self.out_channels,
             self.in_channels // self.groups,
-            *dense,
+            *[self.dilated_size[axis] for axis in self.dense_axes],
             self.kernel_count,
         )
 
@@ -93,7 +91,10 @@ class LayerPlan(OldConv):
 
         One more element per kernel needs this many weights.
         """
-        return math.prod(self.position_shape[1:-1])
+        lines = self.out_channels * (self.in_channels // self.groups)
+        for axis in self.dense_axes:
+            lines *= self.dilated_size[axis]
+        return lines
 
     @property
     def old_cells(self) -> int:
@@ -132,17 +133,20 @@ class LayerPlan(OldConv):
         the old kernel's. If the size of the map is not known, all cells count.
         """
         limits = []
+        grow = self.grow_of_axes
         for axis in self.learnt_axes:
-            low, high = position_limits(self.dilated_size[axis])
+            size = self.dilated_size[axis]
+            low, high = position_limits(size)
             if self.input_extent is not None:
-                map_side = self.input_extent[axis]
-                one_sided = max(map_side, self.extents[axis])
-                if self.grow_of_axes[axis] == "back":
-                    low = max(low, high - one_sided + 1)
-                elif self.grow_of_axes[axis] == "ahead":
-                    high = min(high, low + one_sided - 1)
+                map_length = self.input_extent[axis]
+                if grow[axis] == "both":
+                    low, high = position_limits(min(size, 2 * map_length - 1))
                 else:
-                    low, high = position_limits(min(self.dilated_size[axis], 2 * map_side - 1))
+                    cells = max(map_length, self.extents[axis])
+                    if grow[axis] == "back":
+                        low = max(low, high - cells + 1)
+                    else:
+                        high = min(high, low + cells - 1)
             limits.append((low, high))
         return limits
 
@@ -187,7 +191,8 @@ class LayerPlan(OldConv):
     @property
     def coordinates_per_element(self) -> int:
         """Learnable numbers of one element besides its weight: its position, and sigma if any."""
-        return self.position_shape[0] * len(self.position_attributes)
+        learnt = len(self.dilated_size) - len(self.dense_axes)
+        return learnt * len(self.position_attributes)
 
     @property
     def params_before(self) -> int:

@@ -61,13 +61,13 @@ class DraftPlan(Record):
 
         Layers that the planner tied know their owners already; those from a file do not.
         """
-        owner_of: dict[str, str] = {}
-        for first, *others in position_groups(self.layers):
-            for layer in others:
-                owner_of[layer.name] = first.name
+        first_of: dict[str, LayerPlan] = {}  # of each tie group
         layers = []
         for layer in self.layers:
-            owner = owner_of.get(layer.name)
+            owner = None
+            if layer.tie_group is not None:
+                first = first_of.setdefault(layer.tie_group, layer)
+                owner = None if first is layer else first.name
             if layer.owner != owner or layer.folded != self.folded:
                 layer = replace(layer, owner=owner, folded=self.folded)
             layers.append(layer)

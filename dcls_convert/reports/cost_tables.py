@@ -102,11 +102,11 @@ def _mean_of_known(errors: Iterable[float | None]) -> str:
 
 
 def model_table(
-    params: ParamsChange, macs: MacsChange, layers: Layers, params_untouched: int
+    params: ParamsChange, macs: MacsChange, replaced: Change, params_untouched: int
 ) -> Table:
     """Return a table with the parameters and MACs of the whole model.
 
-    `params_untouched` is the number of parameters outside of the layers.
+    `replaced` are the parameters of the layers, `params_untouched` those outside of them.
     """
     table = Table(
         [Column("Whole model"), Column("Before"), Column("After"), Column("Change"), Column("")]
@@ -124,7 +124,7 @@ def model_table(
 
     unchanged = Change(before=params_untouched, after=params_untouched)
     add("Parameters", params, "bold", percent(params))
-    add("  replaced layers", params_of(layers), "dim")
+    add("  replaced layers", replaced, "dim")
     add("  everything else", unchanged, "dim")
     add("MACs", macs, "bold", percent(macs))
     return table

@@ -74,10 +74,12 @@ def macs_of(layers: Iterable[LayerPlan]) -> Change:
     before = 0
     after = 0
     for layer in layers:
-        if layer.macs_before is None or layer.macs_after is None:
+        layer_before = layer.macs_before
+        layer_after = layer.macs_after
+        if layer_before is None or layer_after is None:
             return Change()
-        before += layer.macs_before
-        after += layer.macs_after
+        before += layer_before
+        after += layer_after
     return Change(before=before, after=after)
 
 

@@ -24,6 +24,7 @@ from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, short_list, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
 from .costs import (
+    Change,
     MacsChange,
     ParamsChange,
     before_after,
@@ -92,6 +93,11 @@ class ConversionReport:
         return self.plan.notes
 
     @functools.cached_property
+    def replaced_params(self) -> Change:
+        """Parameters of the convolutions, and of the layers that replace them."""
+        return params_of(self.layers)
+
+    @functools.cached_property
     def params(self) -> ParamsChange:
         """Parameters of the whole model."""
         weights = 0
@@ -99,7 +105,7 @@ class ConversionReport:
         for layer in self.layers:
             weights += layer.weight_params
             positions += layer.position_params
-        delta = params_of(self.layers).delta or 0
+        delta = self.replaced_params.delta or 0
         before = self.plan.params
         return ParamsChange(
             before=before, after=before + delta, weights=weights, positions=positions
@@ -108,7 +114,7 @@ class ConversionReport:
     @property
     def params_untouched(self) -> int:
         """Parameters outside of the layers."""
-        return self.plan.params - (params_of(self.layers).before or 0)
+        return self.plan.params - (self.replaced_params.before or 0)
 
     @functools.cached_property
     def macs(self) -> MacsChange:
@@ -127,7 +133,7 @@ class ConversionReport:
         """How many parameters the counts may use, and do use; of a folded model, before folding."""
         return self.plan.budget
 
-    @property
+    @functools.cached_property
     def layers_beyond_map(self) -> int:
         """Number of layers whose windows have cells that never meet the map, at the input size."""
         return sum(layer.exceeds_map for layer in self.plan.layers)
@@ -364,7 +370,7 @@ def report_markdown(report: ConversionReport) -> str:
 
 
 def _model_table(report: ConversionReport) -> Table:
-    return model_table(report.params, report.macs, report.layers, report.params_untouched)
+    return model_table(report.params, report.macs, report.replaced_params, report.params_untouched)
 
 
 def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from dcls_convert.starts.output_scale import has_norms
+from dcls_convert.starts.start import has_norms
 
 
 def test_norms_are_told_from_other_classes_with_such_names():
