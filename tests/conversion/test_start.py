@@ -10,7 +10,7 @@ from torch import nn
 from dcls_convert.conversion.in_memory import convert_
 from dcls_convert.options import INTERPOLATION_NAMES, POSITIONS
 from dcls_convert.reports.report import report_markdown
-from dcls_convert.starts.output_scale import output_power
+from dcls_convert.starts.start import output_power
 
 NOISE_SHAPE = (64, 8, 24, 24)
 
