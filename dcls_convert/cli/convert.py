@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cli import console, options
-from ..conversion.request import ELEMENTS, ConversionRequest, NetworkRequest, StartRequest
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..planning.plan_options import PlanOptions
 from ..text import printable
 from .parsing import parse_keywords
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
     from ..conversion.convert import Conversion
+    from ..conversion.request import ConversionRequest
     from ..planning.plan import DraftPlan
 
 PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for one request
@@ -100,6 +99,9 @@ def convert(
     quiet: options.Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a folder."""
+    from ..conversion.request import ConversionRequest, NetworkRequest, StartRequest
+    from ..planning.plan_options import PlanOptions
+
     request = ConversionRequest(
         network=NetworkRequest(
             model=model,
@@ -173,7 +175,7 @@ def _limit_waiting(model: str) -> None:
 
 
 def _convert_and_save(
-    request: ConversionRequest,
+    request: "ConversionRequest",
     output: Path | None,
     *,
     max_macs: float | None,
@@ -240,7 +242,7 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
     save_just_converted(model, output, report=conversion.report, force=force, picture=figure)
 
 
-def _check_macs(request: ConversionRequest, draft: "DraftPlan", max_macs: float) -> None:
+def _check_macs(request: "ConversionRequest", draft: "DraftPlan", max_macs: float) -> None:
     """Refuse a conversion that adds more to the MACs than allowed, in percent."""
     from ..reports.costs import macs_of_model
 
@@ -275,7 +277,7 @@ def _show(conversion: "Conversion", verbose: int) -> None:
     console.show(shown, *steps)
 
 
-def _default_output(request: ConversionRequest, draft: "DraftPlan", start: str) -> Path:
+def _default_output(request: "ConversionRequest", draft: "DraftPlan", start: str) -> Path:
     """Return the default output folder: model, window, stated count or budget, and start.
 
     Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
@@ -299,6 +301,8 @@ def _default_output(request: ConversionRequest, draft: "DraftPlan", start: str) 
         counts = f"-count{request.options.kernel_count}"
     elif draft.share != 1:
         counts = f"-budget{float(100 * draft.share):g}"
+    from ..conversion.request import ELEMENTS
+
     suffix = "" if start in ("random", ELEMENTS) else f"-{start}"
     if request.start.calibration is not None:
         suffix = "-calibrated"

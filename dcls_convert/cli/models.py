@@ -6,7 +6,6 @@ import typer
 
 from ..cli import console, options
 from ..options import AUTO, DEFAULT_BUDGET
-from ..planning.plan_options import PlanOptions
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
@@ -44,6 +43,8 @@ def models(
 
     This needs no weights and downloads nothing.
     """
+    from ..planning.plan_options import PlanOptions
+
     planning = PlanOptions(
         dilated_size=dilated_size,
         kernel_count=kernel_count,

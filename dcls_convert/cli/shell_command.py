@@ -2,16 +2,18 @@
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..conversion.request import NetworkRequest
 from ..geometry import size_text
 from ..options import AUTO
-from ..planning.plan_options import PlanOptions
+
+if TYPE_CHECKING:
+    from ..conversion.request import NetworkRequest
+    from ..planning.plan_options import PlanOptions
 
 
 def shell_command(
-    network: NetworkRequest, planning: PlanOptions, *, command: str = "", **more: Any
+    network: "NetworkRequest", planning: "PlanOptions", *, command: str = "", **more: Any
 ) -> str:
     """Return a command for a network that can be pasted into a shell.
 
@@ -23,6 +25,8 @@ def shell_command(
         command: A command other than the default one, such as "sweep".
         more: Values of further options. None, False and "auto" are left out.
     """
+    from ..planning.plan_options import PlanOptions
+
     options = {
         "pretrained": network.pretrained,
         "checkpoint": network.weights,

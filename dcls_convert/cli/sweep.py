@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cli import console, options
-from ..conversion.request import NetworkRequest
 from ..errors import PlanError
 from ..options import AUTO
-from ..planning.plan_options import PlanOptions
 from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
     from ..choosing.sweep import Combination
+    from ..conversion.request import NetworkRequest
+    from ..planning.plan_options import PlanOptions
 
 Sizes = Annotated[
     Any,
@@ -65,6 +65,9 @@ def sweep_command(
 
     One row each; the last line is the command for the recommended size.
     """
+    from ..conversion.request import NetworkRequest
+    from ..planning.plan_options import PlanOptions
+
     network = NetworkRequest(
         model=model,
         pretrained=pretrained,
@@ -100,7 +103,7 @@ def sweep_command(
         raise typer.Exit(PlanError.exit_code)
 
 
-def _command(network: NetworkRequest, planning: PlanOptions, combination: "Combination") -> str:
+def _command(network: "NetworkRequest", planning: "PlanOptions", combination: "Combination") -> str:
     """Return the command that converts as a row of the sweep does."""
     budget = None
     if combination.budget is not None:
