@@ -112,7 +112,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
     settings = own_settings(expected)
     if not layer.folded:
         settings = replace(settings, transform=layer.transform)
-    if not layer.stride:  # plans of version 0.3 state none of these
+    if not layer.stride:  # older plans state none of these
         settings = replace(settings, stride=(), padding=(), padding_mode="")
     difference = own_settings(module).describe_difference(settings)
     if difference is not None:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from ..conversion.open_network import find_convs_of, open_network
+from ..conversion.open_network import look, open_network
 from ..conversion.plan_network import cautions, draft_for
 from ..conversion.request import NetworkRequest
 from ..errors import CheckpointError, PlanError, check_argument
@@ -201,15 +201,13 @@ def make_sweep(
     """
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
-    if request.checkpoint_key is not None and request.weights is None:
-        note("the checkpoint key has no effect without a weights file")
     network, weights = open_network(request, offline=True, notify=notify, note=note)
     if weights is not None and weights.elements:
         raise CheckpointError(
             f"{weights.where}: has elements of its own, so there is nothing to compare"
         )
     notify("finding convolutions")
-    convs = find_convs_of(network, request)
+    convs = look(network, request)
 
     def make_plan(options: PlanOptions) -> ConversionPlan:
         return draft_for(request, options, convs, network.source).with_counts()

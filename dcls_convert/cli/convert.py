@@ -189,12 +189,12 @@ def _convert_and_save(
     def check_folder(folder: Path) -> None:
         check_output_path(folder, force=force, why_keep=_why_keep)
 
-    def approve(draft: "DraftPlan", start: str) -> None:
+    def approve(draft: "DraftPlan", start_name: str) -> None:
         nonlocal output
         if max_macs is not None:
             _check_macs(request, draft, max_macs)
         if not request.dry_run:
-            output = output or _default_output(request, draft, start)
+            output = output or _default_output(request, draft, start_name)
             check_folder(output)
 
     if picture:
@@ -211,14 +211,15 @@ def _convert_and_save(
 
         if request.network.device is not None:
             check_device(request.network.device)
-        plan = None
+        adopted = None
         if request.plan_folder is not None:
-            plan = open_folder(request.plan_folder).plan
+            adopted = open_folder(request.plan_folder).plan
         conversion = carry_out(
             request,
-            plan=plan,
+            adopted=adopted,
             approve=approve,
             notify=notify,
+            warn=console.note,
             note=console.note,
         )
         if request.dry_run:
@@ -277,7 +278,7 @@ def _show(conversion: "Conversion", verbose: int) -> None:
     console.show(shown, *steps)
 
 
-def _default_output(request: "ConversionRequest", draft: "DraftPlan", start: str) -> Path:
+def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> Path:
     """Return the default output folder: model, window, stated count or budget, and start.
 
     Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
@@ -303,7 +304,7 @@ def _default_output(request: "ConversionRequest", draft: "DraftPlan", start: str
         counts = f"-budget{float(100 * draft.share):g}"
     from ..conversion.request import ELEMENTS
 
-    suffix = "" if start in ("random", ELEMENTS) else f"-{start}"
+    suffix = "" if start_name in ("random", ELEMENTS) else f"-{start_name}"
     if request.start.calibration is not None:
         suffix = "-calibrated"
     name = str(request.network.model).rpartition(":")[2]  # without the registry

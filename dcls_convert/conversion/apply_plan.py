@@ -71,15 +71,16 @@ def apply_plan_(
         statistics = measure_inputs(model, find_groups(model, plan), images, notify)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    plan = replace_convs_(
-        model,
-        plan,
-        init=init,
-        positions=positions,
-        generator=generator,
-        statistics=statistics,
-        notify=notify,
-    )
+    with unchanged_on_failure(model):
+        plan = replace_convs_(
+            model,
+            plan,
+            init=init,
+            positions=positions,
+            generator=generator,
+            statistics=statistics,
+            notify=notify,
+        )
     return ConversionReport(plan=plan)
 
 
@@ -98,6 +99,8 @@ def replace_convs_(
 ) -> ConversionPlan:
     """Replace the convolutions, once all layers are made and their values found.
 
+    The caller restores the model if this fails.
+
     Args:
         model, plan, positions, generator, notify: As in `apply_plan_`.
         init: As in `apply_plan_`, but never "auto".
@@ -109,7 +112,7 @@ def replace_convs_(
         The plan; its layers have the errors that the start left.
     """
     if init == EXACT:
-        _check_exact(plan)
+        _check_exact_start(plan)
     groups = make_layers(model, plan)
     output_errors: dict[str, float] = {}
     kernel_errors: dict[str, float] = {}
@@ -124,8 +127,7 @@ def replace_convs_(
             output_errors = fit_to_outputs_(model, groups, statistics, notify)
         for group in groups:
             kernel_errors |= group.kernel_errors()
-    with unchanged_on_failure(model):
-        insert_layers_(model, plan, groups)
+    insert_layers_(model, plan, groups)
     return plan.with_errors(kernel_errors, output_errors)
 
 
@@ -140,7 +142,7 @@ def _check_float64(groups: Sequence[LayerGroup]) -> None:
                 )
 
 
-def _check_exact(plan: ConversionPlan) -> None:
+def _check_exact_start(plan: ConversionPlan) -> None:
     """Refuse (PlanError) an exact start of a plan with too few elements for it."""
     for layer in plan.layers:
         cells = layer.old_cells

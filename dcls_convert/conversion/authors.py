@@ -129,21 +129,42 @@ def _have_sigma(weights: RequestWeights) -> bool:
     return any(_SIGMA in layer for layer in weights.elements.values())
 
 
-def check_plain_convs(structure: nn.Module, plan: DraftPlan, where: str) -> None:
-    """Refuse (CheckpointError) convolutions that would transform the file's elements."""
-    for layer in plan.layers:
+def names_lacking(weights: RequestWeights | None, draft: DraftPlan) -> list[str]:
+    """Return the names of the network's tensors that the weights may lack.
+
+    These are a new classifier and, if the weights have elements instead, the old kernels.
+    """
+    if weights is None:
+        return []
+    names = [*weights.new_classifier]
+    if weights.elements:
+        names += [f"{name}.{_WEIGHT}" for layer in draft.layers for name in layer.names]
+    return names
+
+
+def translated_elements(
+    weights: RequestWeights | None,
+    draft: DraftPlan,
+    structure: nn.Module,
+    version: AuthorsVersion | None,
+) -> dict[str, Tensor] | None:
+    """Return what `translate_authors_elements` does; None if the weights have no elements.
+
+    Raises:
+        CheckpointError: The elements do not fit, or a convolution would transform them.
+    """
+    if weights is None or not weights.elements:
+        return None
+    elements = translate_authors_elements(weights, draft, version)
+    for layer in draft.layers:
         conv = structure.get_submodule(layer.name)
         traits = find_traits(conv) or PLAIN
         if traits.transform_weight:
             raise CheckpointError(
-                f"{where}: {layer.name} is a {type(conv).__name__}, "
+                f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
                 "which would transform the file's elements"
             )
-
-
-def replaced_kernels(plan: DraftPlan) -> list[str]:
-    """Return the names of the old kernels, which files with the authors' elements lack."""
-    return [f"{name}.{_WEIGHT}" for layer in plan.layers for name in layer.names]
+    return elements
 
 
 def translate_authors_elements(

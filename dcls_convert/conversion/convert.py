@@ -1,6 +1,8 @@
 """One conversion, from the request to the converted network."""
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -11,22 +13,18 @@ from ..placing.place import find_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport
+from ..running.model_state import unchanged_on_failure
 from ..starts.calibration import CalibrationStatistics, measure_inputs
 from ..starts.counts_by_error import choose_counts_by_error
 from ..starts.images import Calibration, read_calibration_images
 from ..weights.loading import check_weights
 from .apply_plan import replace_convs_
-from .authors import (
-    check_elements,
-    check_plain_convs,
-    replaced_kernels,
-    translate_authors_elements,
-)
+from .authors import check_elements, names_lacking, translated_elements
 from .before_and_after import compare_with_outputs_before, outputs_before_conversion
-from .open_network import find_convs_of, open_network
+from .open_network import look, open_network, with_values
 from .plan_network import adopted_plan, cautions, draft_for
 from .provenance import attach_provenance_, describe_conversion
-from .request import ELEMENTS, ConversionRequest, options_without_effect
+from .request import ELEMENTS, ConversionRequest, NetworkRequest, options_without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Conversion:
     """What a conversion did or, in a dry run, would do."""
 
     request: ConversionRequest
-    start: str  # what the new layers start from: "random", "fit", ..., or ELEMENTS
+    start_name: str  # what the new layers start from: "random", "fit", ..., or ELEMENTS
     report: ConversionReport
     model: nn.Module | None = None  # the converted network; None after a dry run
 
@@ -42,69 +40,63 @@ class Conversion:
 def carry_out(
     request: ConversionRequest,
     *,
-    plan: ConversionPlan | None = None,
-    approve: Callable[[DraftPlan, str], None] = lambda draft, start: None,
+    adopted: ConversionPlan | None = None,
+    approve: Callable[[DraftPlan, str], None] = lambda draft, start_name: None,
     notify: Notify = ignore_messages,
+    warn: Note = ignore_messages,
     note: Note = ignore_messages,
 ) -> Conversion:
     """Carry out a request; a dry run ends with its plan. A model in memory changes in place.
 
     Args:
         request: The request.
-        plan: The plan of `request.plan_folder`, which was made for the same network.
-        approve: Called with the draft of the plan and the name of the start, before anything that
-            takes long; may raise.
+        adopted: The plan of `request.plan_folder`, which was made for the same network.
+        approve: Called with the draft of the plan and the name of the start, before the network
+            gets its values; may raise.
         notify: Called with what is being done.
-        note: Called with what the user should know.
+        warn: Called with options that have no effect, and with what is not known of the network.
+        note: Called with what else the user should know.
 
     Raises:
         DclsConvertError: Something does not fit. A model in memory is then as it was, as after any
             other error.
     """
     for sentence in options_without_effect(request):
-        note(sentence)
+        warn(sentence)
     network, weights = open_network(
         request.network, offline=request.dry_run, notify=notify, note=note
     )
     check_elements(request, weights, note)
     draft: DraftPlan
-    if plan is not None:
-        draft = adopted_plan(plan, network.structure, network.source)
+    if adopted is not None:
+        draft = adopted_plan(adopted, network.structure, network.source)
     else:
         notify("finding convolutions")
-        convs = find_convs_of(network, request.network)
+        convs = look(network, request.network)
         notify("planning")
         draft = draft_for(request.network, request.plan_options, convs, network.source, weights)
 
-    start: str = request.init
-    elements: Mapping[str, Tensor] | None = None
-    lacking: list[str] = []  # names of tensors that the weights may lack
-    if weights is not None:
-        lacking += weights.new_classifier
-    if weights is not None and weights.elements:
-        start = ELEMENTS
-        elements = translate_authors_elements(weights, draft, request.start.authors_version)
-        check_plain_convs(network.structure, draft, weights.where)
-        lacking += replaced_kernels(draft)
+    elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
+    start_name = request.init if elements is None else ELEMENTS
+    lacking = names_lacking(weights, draft)
     for caution in cautions(draft):
-        note(caution)
-    approve(draft, start)
+        warn(caution)
+    approve(draft, start_name)
     if request.dry_run:
         if weights is not None:  # otherwise, loading finds out what does not fit
             check_weights(network.structure, weights.entries, weights.where, optional=lacking)
-        return Conversion(
-            request=request, start=start, report=ConversionReport(plan=draft.with_counts())
-        )
+        report = ConversionReport(plan=draft.with_counts())
+        return Conversion(request=request, start_name=start_name, report=report)
 
-    with network.unchanged_on_failure(weights):
-        model = network.build(weights, lacking, notify)
+    with _unchanged_on_failure(request.network):
+        model = with_values(network, request.network, weights, lacking=lacking, notify=notify)
         weights = None  # the network has them; keeping both would take twice the memory
         images = _read_images(request, model, draft, note)
         statistics = None
         if images is not None:
             statistics = measure_inputs(model, find_groups(model, draft), images, notify)
         chosen = None
-        if plan is None and request.counts_follow_errors:
+        if adopted is None and request.counts_follow_errors:
             groups = find_groups(model, draft)
             chosen = choose_counts_by_error(draft, groups, statistics, notify)
         plan = draft.with_counts(chosen)
@@ -114,7 +106,18 @@ def carry_out(
         attach_provenance_(model, describe_conversion(request))
         if images is not None:
             _state_normalisation_(model, request, plan)
-    return Conversion(request=request, start=start, report=report, model=model)
+    return Conversion(request=request, start_name=start_name, report=report, model=model)
+
+
+def _unchanged_on_failure(request: NetworkRequest) -> AbstractContextManager[None]:
+    """Restore a network in memory if the block fails, with its values if weights are loaded."""
+    model = request.model
+    if not isinstance(model, nn.Module):
+        return contextlib.nullcontext()  # nobody else has the network
+    values = []
+    if request.weights is not None:
+        values = [*model.parameters(), *model.buffers()]
+    return unchanged_on_failure(model, values=values)
 
 
 def _read_images(
@@ -149,7 +152,7 @@ def _replace_and_compare_(
     """Replace the network's convolutions, and say how close the outputs of a trained one stayed.
 
     Args:
-        images: The calibration's images, to compare outputs on; None to take random ones.
+        images: The calibration's images, to compare outputs on, beside random ones.
         statistics: What the convolutions see in these images.
         elements: See `replace_convs_`.
     """

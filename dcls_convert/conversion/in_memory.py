@@ -1,6 +1,5 @@
 """Convert a model in memory: the main functions of the library."""
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from ..options import (
     Scope,
     Tie,
 )
-from ..planning.plan import DraftPlan
 from ..planning.plan_options import PlanArguments, PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
@@ -27,12 +25,10 @@ from ..reports.report import ConversionReport
 from ..running.arguments import ExampleInputs
 from ..starts.images import Calibration, Images
 from .convert import carry_out
-from .plan_network import cautions
 from .request import (
     ConversionRequest,
     NetworkRequest,
     StartRequest,
-    options_without_effect,
 )
 
 
@@ -139,8 +135,8 @@ def convert_(
     with show_progress_in_python(type(model).__name__, progress) as notify:
         return carry_out(
             request,
-            approve=functools.partial(_warn_before_changes, request),
             notify=notify,
+            warn=_warn,
             note=logger.info,
         ).report
 
@@ -192,12 +188,9 @@ def convert_from_authors_(
         options=PlanOptions(rules=rules, **options),
         start=StartRequest(needs_authors_elements=True, authors_version=version),
     )
-    warn = functools.partial(_warn_before_changes, request)
-    return carry_out(request, approve=warn, note=logger.info).report
+    return carry_out(request, warn=_warn, note=logger.info).report
 
 
-def _warn_before_changes(request: ConversionRequest, draft: DraftPlan, start: str) -> None:
-    """Warn of options without effect, and of what is not known of the network."""
-    for message in (*options_without_effect(request), *cautions(draft)):
-        # Called by `carry_out`, which a public function calls, which the user calls.
-        warnings.warn(message, stacklevel=4)
+def _warn(message: str) -> None:
+    # Called by `carry_out`, which a public function calls, which the user calls.
+    warnings.warn(message, stacklevel=4)

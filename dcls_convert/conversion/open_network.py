@@ -1,12 +1,11 @@
 """Open the network that a request names: what is known before its weights are there.
 
-There are three ways in. Each is a class that says how the network is built, with which weights, and
-what a folder will call it.
+There are three ways in: a network in memory, one that the user's code builds, and one of a library.
+Each says what is looked at, what builds the network with its values, and what a folder calls it.
 """
 
-import contextlib
+import functools
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -26,128 +25,52 @@ from ..networks.timm_notes import forget_origin_, stated_source
 from ..networks.torchvision_inputs import assumed_inputs
 from ..progress import Note, Notify
 from ..running.library_code import is_library_code
-from ..running.model_state import unchanged_on_failure
 from ..weights.loading import build_and_load, load_weights_
 from .request import NetworkRequest, RequestWeights
 from .request_weights import classes_of_weights, read_request_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class InMemory:
-    """The user's network in memory, which is converted itself."""
+class OpenNetwork:
+    """A network that is looked at, and gets its values later."""
 
-    structure: nn.Module  # the network
-    name: str  # for messages
-
-    @property
-    def source(self) -> ModelSource | None:
-        """What builds it again, for a folder; None if only the user's code can."""
-        return stated_source(self.structure)
-
-    def build(
-        self, weights: RequestWeights | None, lacking: Collection[str], notify: Notify
-    ) -> nn.Module:
-        """Return the network, with the weights if there are any (see `FromLibrary.build`)."""
-        if weights is not None:
-            load_weights_(self.structure, weights.entries, weights.where, optional=lacking)
-        return self.structure
-
-    def unchanged_on_failure(self, weights: RequestWeights | None) -> AbstractContextManager[None]:
-        """Restore the network if the block fails, with its values if weights are loaded."""
-        values = []
-        if weights is not None:
-            values = [*self.structure.parameters(), *self.structure.buffers()]
-        return unchanged_on_failure(self.structure, values=values)
+    name: str  # heading of a sweep
+    # The network itself, with values; or, of a library's network, mostly its structure, on meta.
+    structure: nn.Module
+    source: ModelSource | None  # what a folder names; None if only the user's code can build it
+    built_by: ModelSource | None  # what builds it with its values; None if `structure` has them
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Named:
-    """A network that is built by its name; nobody else has it."""
-
-    request: NetworkRequest
-    built_by: ModelSource
-    structure: nn.Module  # without the weights
-
-    @property
-    def name(self) -> str:
-        return self.built_by.name
-
-    def unchanged_on_failure(self, weights: RequestWeights | None) -> AbstractContextManager[None]:
-        """Do nothing: after a failure, the network is gone."""
-        return contextlib.nullcontext()
-
-    def _finished(self, network: nn.Module) -> nn.Module:
-        """Return a network that has its values, on the device where it is converted."""
-        if not self.request.pretrained:
-            forget_origin_(network)  # the weights are not those of timm that its config states
-        if self.request.device is not None:
-            network = network.to(self.request.device)
-        return network
+def _in_memory(model: nn.Module) -> OpenNetwork:
+    """Open the user's network in memory, which is converted itself."""
+    name = type(model).__name__
+    return OpenNetwork(name=name, structure=model, source=stated_source(model), built_by=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FromUserCode(_Named):
-    """A network that the user's own code builds; it runs once, and gives the values, too."""
-
-    @property
-    def source(self) -> ModelSource | None:
-        return self.built_by
-
-    def build(
-        self, weights: RequestWeights | None, lacking: Collection[str], notify: Notify
-    ) -> nn.Module:
-        """Return the network, with the weights if there are any (see `FromLibrary.build`)."""
-        if weights is not None:
-            load_weights_(self.structure, weights.entries, weights.where, optional=lacking)
-        return self._finished(self.structure)
+def _from_user_code(source: ModelSource, seed: int) -> OpenNetwork:
+    """Run the user's code, once: the network that it builds has its values."""
+    model = build_model(source, seed=seed, trust_code=True)
+    return OpenNetwork(name=source.name, structure=model, source=source, built_by=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FromLibrary(_Named):
-    """A network of timm or torchvision, of the hub or in timm's format: on meta, then built."""
+def _from_library(source: ModelSource, seed: int, *, offline: bool) -> OpenNetwork:
+    """Open a network of timm, torchvision or the hub, or in timm's format, on the meta device.
 
-    @property
-    def source(self) -> ModelSource | None:
-        """What builds it again, for a folder; None if nothing does."""
-        if self.built_by.prefix in OTHER_TIMM_PREFIXES:
-            return stated_source(self.structure)
-        return self.built_by
-
-    def build(
-        self, weights: RequestWeights | None, lacking: Collection[str], notify: Notify
-    ) -> nn.Module:
-        """Return the network with its values.
-
-        Args:
-            weights: The weights to load; None for pretrained or random ones.
-            lacking: Names of tensors that the weights may lack.
-            notify: Called with what is being done.
-
-        Raises:
-            CheckpointError: The weights do not fit.
-            ModelError: The model cannot be built.
-        """
-        seed = self.request.seed
-        if weights is None:
-            pretrained = " with pretrained weights" if self.request.pretrained else ""
-            notify(f"building{pretrained}")
-            network = build_model(
-                self.built_by, pretrained=self.request.pretrained, seed=seed, trust_code=True
-            )
-        else:
-            notify("building")
-            network = build_and_load(
-                self.built_by, weights.entries, weights.where, seed=seed, optional=lacking
-            )
-        return self._finished(network)
-
-
-Network = InMemory | FromUserCode | FromLibrary
+    A network of timm that returns features by hooks has values, because it is measured.
+    """
+    build = functools.partial(build_model, source, seed=seed, offline=offline, trust_code=True)
+    structure = build(device="meta")
+    if not is_library_code(structure):
+        structure = build()
+    stated: ModelSource | None = source
+    if source.prefix in OTHER_TIMM_PREFIXES:
+        stated = stated_source(structure)
+    return OpenNetwork(name=source.name, structure=structure, source=stated, built_by=source)
 
 
 def open_network(
     request: NetworkRequest, *, offline: bool, notify: Notify, note: Note
-) -> tuple[Network, RequestWeights | None]:
+) -> tuple[OpenNetwork, RequestWeights | None]:
     """Open a network without its values, and read the weights that the request states.
 
     If the request names the user's own code as the model, that code is run.
@@ -161,18 +84,20 @@ def open_network(
     Raises:
         DclsConvertError: The model or the weights cannot be read, or do not fit each other.
     """
-    network: Network
     if isinstance(request.model, nn.Module):
-        network = InMemory(structure=request.model, name=type(request.model).__name__)
+        network = _in_memory(request.model)
     else:
         network = _open_named(request, _stated_source(request, request.model), offline=offline)
     if request.weights is None:
+        if request.checkpoint_key is not None:
+            note("the checkpoint key has no effect without a weights file")
         return network, None
     weights = read_request_weights(request, network.structure, notify, note)
     classes = classes_of_weights(request, network.structure, weights)
     if classes is None:
         return network, weights
-    if not isinstance(network, FromLibrary):
+    source = network.built_by
+    if source is None:
         raise CheckpointError(
             f"{weights.where}: its classifier is for another number of classes than the model's; "
             f"build the model with {classes} classes"
@@ -181,8 +106,8 @@ def open_network(
         f"{weights.where}: has {classes:,} classes, so the model is built with that many; "
         "state a number of classes if you want a new classifier"
     )
-    built_by = replace(network.built_by, args={**network.built_by.args, "num_classes": classes})
-    return _open_named(request, built_by, offline=offline), weights
+    source = replace(source, args={**source.args, "num_classes": classes})
+    return _open_named(request, source, offline=offline), weights
 
 
 def _stated_source(request: NetworkRequest, name: str) -> ModelSource:
@@ -198,30 +123,59 @@ def _stated_source(request: NetworkRequest, name: str) -> ModelSource:
     return source
 
 
-def _open_named(
-    request: NetworkRequest, source: ModelSource, *, offline: bool
-) -> FromUserCode | FromLibrary:
-    """Build the structure: on meta, or with values, because the network is measured.
-
-    Measured are networks of the user's own code, and those of timm that return features by hooks.
-    """
-
-    def build(device: str) -> nn.Module:
-        return build_model(
-            source, device=device, seed=request.seed, offline=offline, trust_code=True
-        )
-
-    if source.prefix not in LIBRARY_PREFIXES:
-        return FromUserCode(request=request, built_by=source, structure=build("cpu"))
-    structure = build("meta")
-    if not is_library_code(structure):
-        structure = build("cpu")
-    return FromLibrary(request=request, built_by=source, structure=structure)
+def _open_named(request: NetworkRequest, source: ModelSource, *, offline: bool) -> OpenNetwork:
+    if source.prefix in LIBRARY_PREFIXES:
+        return _from_library(source, request.seed, offline=offline)
+    return _from_user_code(source, request.seed)
 
 
-def find_convs_of(network: Network, request: NetworkRequest) -> ModelConvs:
+def look(network: OpenNetwork, request: NetworkRequest) -> ModelConvs:
     """Return the network's convolutions, with sizes, MACs, and what was measured of them."""
     inputs = inputs_of(network.structure, request.input_size, request.example_inputs)
     if inputs is None and network.source is not None:
         inputs = assumed_inputs(network.source, network.structure)
     return find_convs_for(network.structure, inputs)
+
+
+def with_values(
+    network: OpenNetwork,
+    request: NetworkRequest,
+    weights: RequestWeights | None,
+    *,
+    lacking: Collection[str] = (),
+    notify: Notify,
+) -> nn.Module:
+    """Return the network with its values: the one in memory or of the user's code, or a new one.
+
+    Args:
+        network: The network.
+        request: What it was opened for.
+        weights: The weights to load; None for pretrained or random ones, or those in memory.
+        lacking: Names of tensors that the weights may lack.
+        notify: Called with what is being done.
+
+    Raises:
+        CheckpointError: The weights do not fit.
+        ModelError: The model cannot be built.
+    """
+    source = network.built_by
+    if source is None:
+        model = network.structure
+        if weights is not None:
+            load_weights_(model, weights.entries, weights.where, optional=lacking)
+    elif weights is not None:
+        notify("building")
+        model = build_and_load(
+            source, weights.entries, weights.where, seed=request.seed, optional=lacking
+        )
+    else:
+        notify("building with pretrained weights" if request.pretrained else "building")
+        model = build_model(
+            source, pretrained=request.pretrained, seed=request.seed, trust_code=True
+        )
+    is_in_memory = isinstance(request.model, nn.Module)
+    if weights is not None or not (is_in_memory or request.pretrained):
+        forget_origin_(model)  # its weights are not those of timm that its config states
+    if request.device is not None:
+        model = model.to(request.device)
+    return model

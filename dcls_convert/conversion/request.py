@@ -171,11 +171,8 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
     """Return a sentence for each stated option that has no effect beside the others."""
     sentences = []
     start = request.start
-    if request.network.weights is None:
-        if request.network.checkpoint_key is not None:
-            sentences.append("the checkpoint key has no effect without a weights file")
-        if start.authors_version is not None:
-            sentences.append("the authors' version has no effect without a weights file")
+    if request.network.weights is None and start.authors_version is not None:
+        sentences.append("the authors' version has no effect without a weights file")
     if start.positions != "normal" and request.init != "random":
         sentences.append(
             f"positions {start.positions!r} have no effect: they are for init 'random'"

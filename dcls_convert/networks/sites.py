@@ -111,7 +111,7 @@ class AllowedWindows(Protocol):
 class Measured:
     """What a measurement of a network found; see `measure`."""
 
-    # What would happen if a convolution were replaced, by the names of those that must stay.
+    # Why convolutions must stay, by their names.
     reasons: dict[str, str] = field(default_factory=dict)
     # Of those that other code needs as they are: see `ConvSite.reads_attributes`.
     readers: dict[str, str] = field(default_factory=dict)

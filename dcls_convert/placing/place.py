@@ -31,7 +31,7 @@ from ..planning.plan import ConversionPlan, DraftPlan
 class ConvGroup:
     """Convolutions whose layers will share positions, or a single one."""
 
-    layer_plans: tuple[LayerPlan, ...]  # of a draft, without counts
+    layer_plans: tuple[LayerPlan, ...]
     convs: tuple[Conv, ...]
 
     @property
@@ -53,14 +53,14 @@ class ConvGroup:
             kernels.append(traits.effective_weight(conv, conv.weight.detach()))
         return kernels
 
-    def structures(self) -> list[DclsConvNd]:
+    def layers_on_meta(self) -> list[DclsConvNd]:
         """Return layers of one element, without values: they tell how the new ones pad their input.
 
         This does not depend on the number of elements.
         """
-        structures = []
+        layers = []
         for plan, conv in zip(self.layer_plans, self.convs, strict=True):
-            structures.append(
+            layers.append(
                 DCLS_LAYERS[plan.dims].on_meta(
                     settings_of(conv),
                     1,
@@ -70,7 +70,7 @@ class ConvGroup:
                     plan.grow,
                 )
             )
-        return structures
+        return layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -38,65 +38,64 @@ def budget_limit(layers: Sequence[LayerPlan], share: Fraction) -> int:
     return math.floor(share * sum(layer.dense_weights for layer in layers))
 
 
-def check_counts(drafts: Sequence[LayerPlan], share: Fraction) -> None:
+def check_counts(layers: Sequence[LayerPlan], share: Fraction) -> None:
     """Refuse counts that cannot be.
 
     Raises:
         PlanError: A stated count is more than the cells of its window, or the budget has no room
             for one element in each kernel without a stated count.
     """
-    for draft in drafts:
-        if draft.kernel_count > draft.cells:
+    for layer in layers:
+        if layer.kernel_count > layer.cells:
             raise PlanError(
-                f"{draft.name}: kernel count {draft.kernel_count} is more than "
-                f"the {draft.cells} cells of its window; use {draft.cells} or fewer"
+                f"{layer.name}: kernel count {layer.kernel_count} is more than "
+                f"the {layer.cells} cells of its window; use {layer.cells} or fewer"
             )
-    is_solved = all(draft.kernel_count != UNSOLVED for draft in drafts)
-    if not is_solved and largest_count(drafts, share) < 1:
-        raise PlanError(_no_room_message(drafts, share))
+    is_solved = all(layer.kernel_count != UNSOLVED for layer in layers)
+    if not is_solved and largest_count(layers, share) < 1:
+        raise PlanError(_no_room_message(layers, share))
 
 
-def largest_count(drafts: Sequence[LayerPlan], share: Fraction) -> int:
+def largest_count(layers: Sequence[LayerPlan], share: Fraction) -> int:
     """Return the largest count for all UNSOLVED layers that the budget has room for.
 
     It is at most the number of cells of their smallest window.
     """
-    return _whole(_exact_count(drafts, share), drafts)
+    return _whole(_exact_count(layers, share), layers)
 
 
-def _whole(exact_count: Fraction, drafts: Sequence[LayerPlan]) -> int:
+def _whole(exact_count: Fraction, layers: Sequence[LayerPlan]) -> int:
     """Return the count, rounded down to what fits into the windows of the UNSOLVED layers."""
-    cells = [layer.cells for layer in drafts if layer.kernel_count == UNSOLVED]
+    cells = [layer.cells for layer in layers if layer.kernel_count == UNSOLVED]
     return min(math.floor(exact_count), *cells)
 
 
-def _exact_count(drafts: Sequence[LayerPlan], share: Fraction) -> Fraction:
+def _exact_count(layers: Sequence[LayerPlan], share: Fraction) -> Fraction:
     """Return the unrounded count of the UNSOLVED layers that would use the whole budget."""
-    unsolved = [layer for layer in drafts if layer.kernel_count == UNSOLVED]
-    left = budget_limit(drafts, share) - _params(drafts)
+    unsolved = [layer for layer in layers if layer.kernel_count == UNSOLVED]
+    left = budget_limit(layers, share) - _params(layers)
     return Fraction(left, _params(_with_unsolved_counted(unsolved, 1)))
 
 
 def solve_counts(
-    drafts: Sequence[LayerPlan], share: Fraction
+    layers: Sequence[LayerPlan], share: Fraction
 ) -> tuple[tuple[LayerPlan, ...], PlanBudget]:
     """Give the UNSOLVED layers one count: the largest that the budget has room for.
 
     Args:
-        drafts: Layers that `check_counts` accepts.
+        layers: Layers that `check_counts` accepts.
         share: Number of new parameters, as a share of the replaced weights.
 
     Returns:
-        The layers with their counts, in the order of `drafts`; and the budget.
+        The layers with their counts, in the same order; and the budget.
     """
-    limit = budget_limit(drafts, share)
-    layers = list(drafts)
-    if any(layer.kernel_count == UNSOLVED for layer in drafts):
-        exact = _exact_count(drafts, share)
-        layers = _with_unsolved_counted(drafts, _whole(exact, drafts))
+    limit = budget_limit(layers, share)
+    if any(layer.kernel_count == UNSOLVED for layer in layers):
+        exact = _exact_count(layers, share)
+        layers = _with_unsolved_counted(layers, _whole(exact, layers))
     else:
-        count = drafts[0].kernel_count
-        exact = limit / Fraction(_params(drafts), count)  # by the parameters of one element
+        count = layers[0].kernel_count
+        exact = limit / Fraction(_params(layers), count)  # by the parameters of one element
     has_one_count = len({layer.kernel_count for layer in layers}) == 1
     budget = PlanBudget(
         kernel_count=layers[0].kernel_count if has_one_count else None,
@@ -107,10 +106,10 @@ def solve_counts(
     return tuple(layers), budget
 
 
-def _no_room_message(drafts: Sequence[LayerPlan], share: Fraction) -> str:
+def _no_room_message(layers: Sequence[LayerPlan], share: Fraction) -> str:
     """Return the error message for a budget that has no room for one element."""
-    min_params = _params(_with_unsolved_counted(drafts, 1))
-    min_share = Fraction(min_params, budget_limit(drafts, Fraction(1)))
+    min_params = _params(_with_unsolved_counted(layers, 1))
+    min_share = Fraction(min_params, budget_limit(layers, Fraction(1)))
     min_percent = math.ceil(min_share * 10_000) / 100  # rounded up
     min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
     percent = float(share * 100)

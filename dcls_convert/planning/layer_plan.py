@@ -30,7 +30,7 @@ from ..text import one_line, shortened
 class LayerPlan(OldConv):
     """One convolution, and the DCLS layer that replaces it."""
 
-    # Empty in plans of version 0.3, which do not state them. They are not compared, so that such a
+    # Empty in plans that were made before they stated them. They are not compared, so that such a
     # plan equals one that is made now.
     stride: tuple[int, ...] = field(default=(), compare=False)
     padding: Padding = field(default=(), compare=False)

@@ -57,10 +57,7 @@ class DraftPlan(Record):
     outputs_look: Direction | None = None
 
     def __post_init__(self) -> None:
-        """Tell each layer what the plan alone knows: who owns its positions, and if it is folded.
-
-        Layers that the planner tied know their owners already; those from a file do not.
-        """
+        """Tell each layer who owns its positions, and whether it is folded."""
         first_of: dict[str, LayerPlan] = {}  # of each tie group
         layers = []
         for layer in self.layers:
@@ -205,6 +202,8 @@ class ConversionPlan(DraftPlan):
         self, kernel_errors: Mapping[str, float], output_errors: Mapping[str, float]
     ) -> "ConversionPlan":
         """Return the plan; its layers have the errors, by their names, that the start left."""
+        if not kernel_errors and not output_errors:
+            return self
         layers = []
         for layer in self.layers:
             kernel_error = kernel_errors.get(layer.name)

@@ -281,7 +281,7 @@ def _broken_if_all_grew_to_both_sides(
     assert convs.dependence is not None
     size: Any = options.dilated_size
     if size == AUTO:
-        size = SIZE_TO_TRY
+        size = rules.defaults.dilated_size or SIZE_TO_TRY
     windows = {}
     for site in convs.sites:
         if site.name not in rule_of:
@@ -289,9 +289,8 @@ def _broken_if_all_grew_to_both_sides(
         rule = rules.rules[rule_of[site.name]]
         if _is_stated(rule):
             continue
-        stated_size: Any = rule.dilated_size or rules.defaults.dilated_size or size
         with contextlib.suppress(PlanError):  # raised again for the draft
-            windows[site.name] = window_to_try(site, stated_size, rule)
+            windows[site.name] = window_to_try(site, _stated_size(rules, rule, size), rule)
     found = {}
     for name, reasons in convs.dependence.broken_by(windows).items():
         # Another reason, such as padding that is too wide, may not hold for the planned window.
@@ -345,8 +344,7 @@ def _draft(
         size: The window if the rule states none; None if the rules or their defaults state all.
     """
     rule = rules.rules[index]
-    stated_size: Any = rule.dilated_size or size or rules.defaults.dilated_size
-    window, dense_axes, grow = choose_window(site, stated_size, rule)
+    window, dense_axes, grow = choose_window(site, _stated_size(rules, rule, size), rule)
     from_site = {field.name: getattr(site, field.name) for field in fields(OldConv)}
     from_site["stage"] = rule.stage_of(site.name) or site.stage
     count = _stated_count(site, dense_axes, rule, options)
@@ -361,6 +359,11 @@ def _draft(
         rule=rules.label(index),
         grow=grow,
     )
+
+
+def _stated_size(rules: RuleSet, rule: Rule, size: Any) -> Any:
+    """Return the window as stated: by the rule, or else by the option, or else by the defaults."""
+    return rule.dilated_size or size or rules.defaults.dilated_size
 
 
 def _stated_count(

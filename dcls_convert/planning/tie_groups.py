@@ -1,6 +1,6 @@
 """Decide which layers of a plan share their positions.
 
-A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
+Kernel counts may still be UNSOLVED.
 """
 
 from collections import Counter
@@ -11,29 +11,29 @@ from ..geometry import size_text
 from .layer_plan import LayerPlan, position_groups
 
 
-def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """Return the drafts with the names of their tie groups.
+def with_tie_groups(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """Return the layers with the names of their tie groups.
 
-    A group has at least two drafts, of the same stage, shape, window and interpolation. Their old
+    A group has at least two layers, of the same stage, shape, window and interpolation. Their old
     kernels have the same size and dilation, so that one grid of initial positions fits them all.
     Either all are trained or none: trained positions would change frozen kernels.
     """
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
-    for draft in drafts:
-        if draft.stage is None:
+    for layer in layers:
+        if layer.stage is None:
             continue
         key = (
-            draft.stage,
-            draft.position_shape,
-            draft.dilated_size,
-            draft.dense_axes,
-            draft.grow,
-            draft.interpolation,
-            draft.kernel_size,
-            draft.dilation,
-            draft.frozen,
+            layer.stage,
+            layer.position_shape,
+            layer.dilated_size,
+            layer.dense_axes,
+            layer.grow,
+            layer.interpolation,
+            layer.kernel_size,
+            layer.dilation,
+            layer.frozen,
         )
-        by_key.setdefault(key, []).append(draft)
+        by_key.setdefault(key, []).append(layer)
     groups = [members for members in by_key.values() if len(members) > 1]
     groups_in_stage = Counter(members[0].stage for members in groups)
     group_names: list[str] = []
@@ -43,8 +43,8 @@ def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
         group_names.append(_group_name(first, group_names, alone_in_stage=is_alone))
         tied[first.name] = replace(first, tie_group=group_names[-1])
         for member in others:
-            tied[member.name] = replace(member, tie_group=group_names[-1], owner=first.name)
-    return [tied.get(draft.name, draft) for draft in drafts]
+            tied[member.name] = replace(member, tie_group=group_names[-1])
+    return [tied.get(layer.name, layer) for layer in layers]
 
 
 def _group_name(first: LayerPlan, used_names: Collection[str], *, alone_in_stage: bool) -> str:

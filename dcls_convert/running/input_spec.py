@@ -32,9 +32,9 @@ class TensorSpec:
 InputSpec = tuple[TensorSpec, ...]  # all tensors that forward takes
 
 
-def image_inputs(input_size: Sequence[int], batch: int = 1) -> InputSpec:
+def image_inputs(input_size: Sequence[int]) -> InputSpec:
     """Return the inputs of a network that takes images (channels, *spatial)."""
-    return (TensorSpec(shape=(batch, *input_size)),)
+    return (TensorSpec(shape=(1, *input_size)),)
 
 
 def one_image(inputs: InputSpec, dims: Container[int]) -> InputSpec:

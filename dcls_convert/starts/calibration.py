@@ -85,8 +85,8 @@ def _measure(
     def start() -> None:
         for group in groups:
             box = Box.of(group.layer_plans[0])
-            for conv, structure in zip(group.convs, group.structures(), strict=True):
-                moments[conv] = InputMoments(structure, box, joint=joint)
+            for conv, layer in zip(group.convs, group.layers_on_meta(), strict=True):
+                moments[conv] = InputMoments(layer, box, joint=joint)
 
     # The model's own code may have entered other modes.
     @full_precision()

@@ -25,7 +25,7 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     """Return lines for below the report: what was written, how to train it, how outputs changed."""
     request = done.request
     lines: list[str | Text] = ["", f"Wrote {output}, from {_start(done)}."]
-    if done.start == "random" and request.start.positions == "normal":
+    if done.start_name == "random" and request.start.positions == "normal":
         is_one_sided = any(layer.grow for layer in done.report.layers)
         lines += NEAR_THE_OLD_KERNEL if is_one_sided else NEAR_THE_CENTRE
     heading = "Fine-tune it:" if request.network.trained else "Train it:"
@@ -46,17 +46,17 @@ def _start(done: Conversion) -> str:
     """Say what the new layers start from, as part of a sentence."""
     request = done.request
     random_start = f"random initialisation (seed {request.network.seed})"
-    if done.start == ELEMENTS:
+    if done.start_name == ELEMENTS:
         return "the authors' elements and positions, so that the outputs are those of their network"
-    if done.start == EXACT:
+    if done.start_name == EXACT:
         weights = "the trained weights" if request.network.trained else random_start
         every_cell = "with one element in each cell of the old kernels"
         return f"{weights}, {every_cell}, so the outputs do not change"
     if not request.network.trained:
         return f"{random_start}, without trained weights"
-    if done.start == "random":
+    if done.start_name == "random":
         return "trained weights, but random elements in the new layers"
-    if done.start == "largest":
+    if done.start_name == "largest":
         return "the trained kernels, reduced to their largest cells"
     if request.start.calibration is not None:
         return "the trained network, fitted to its outputs on your images"

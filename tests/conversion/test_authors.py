@@ -244,6 +244,14 @@ def test_layers_may_have_different_counts_and_then_have_positions_of_their_own()
     assert torch.equal(model.get_submodule(SECOND).weight, state[f"{SECOND}.weight"])
 
 
+def test_a_config_of_timm_does_not_say_that_loaded_weights_are_timms():
+    state = authors_convnext().state_dict()
+    model = convnext()
+    model.pretrained_cfg |= {"license": "apache-2.0", "tag": "in1k"}
+    dcls_convert.convert_from_authors_(model, state, dilated_size=17, input_size=(3, 32, 32))
+    assert not {"license", "tag"} & model.pretrained_cfg.keys()
+
+
 # State dicts and options that do not fit.
 
 

@@ -349,6 +349,15 @@ def test_by_default_a_causal_network_gets_a_rule_and_a_size():
     assert plan.budget.used <= plan.budget.limit
 
 
+@pytest.mark.parametrize("default", [3, 16])
+def test_a_size_that_the_option_overrules_does_not_matter(default):
+    convs = find_convs(built(CASES["a class that pads"]), (4, STEPS))
+    rules = {**RULES, "defaults": {"dilated_size": default}}
+    plan = plan_conversion(convs, rules, dilated_size=9)
+    assert plan.layers == plan_conversion(convs, RULES, dilated_size=9).layers
+    assert [layer.grow for layer in plan.layers] == [("back",)] * 2
+
+
 class LastStep(Modules):
     def forward(self, x):
         return super().forward(x)[..., -1]
