@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..conversion.convert import Conversion
     from ..conversion.request import ConversionRequest
     from ..planning.plan import DraftPlan
+    from ..reports.report import ConversionReport
 
 PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for one request
 
@@ -140,15 +141,15 @@ def convert(
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
-    conversion = _convert_and_save(
+    conversion, report = _convert_and_save(
         request, output, max_macs=max_macs, picture=picture, force=force, quiet=quiet
     )
     if json_:
-        console.write(conversion.report.to_json())
+        console.write(report.to_json())
     elif not quiet:
-        _show(conversion, verbose)
+        _show(conversion, report, verbose)
     elif not dry_run:
-        console.show_path(conversion.report.output)
+        console.show_path(report.output)
 
 
 def _limit_waiting(model: str) -> None:
@@ -182,8 +183,11 @@ def _convert_and_save(
     picture: bool,
     force: bool,
     quiet: bool,
-) -> "Conversion":
-    """Convert, and write the folder. Without `output`, it gets its default name."""
+) -> tuple["Conversion", "ConversionReport"]:
+    """Convert, and write the folder; also return the report with the folder's name.
+
+    Without `output`, it gets its default name.
+    """
     from ..output import check_figure_library, check_output_path
 
     def check_folder(folder: Path) -> None:
@@ -223,11 +227,11 @@ def _convert_and_save(
             note=console.note,
         )
         if request.dry_run:
-            return conversion
+            return conversion, conversion.report
         assert output is not None  # `approve` has named it
         notify(f"writing {output}")
         _save(conversion, output, force=force, picture=picture)
-        return replace(conversion, report=replace(conversion.report, output=str(output)))
+        return conversion, replace(conversion.report, output=str(output))
 
 
 def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool) -> None:
@@ -258,12 +262,11 @@ def _check_macs(request: "ConversionRequest", draft: "DraftPlan", max_macs: floa
         )
 
 
-def _show(conversion: "Conversion", verbose: int) -> None:
+def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) -> None:
     """Print the report and, if a folder was written, the next steps."""
     from ..reports.report import report_view
     from ..views.next_steps import next_steps
 
-    report = conversion.report
     steps = []
     if report.output is not None:
         steps = next_steps(conversion, Path(report.output))
