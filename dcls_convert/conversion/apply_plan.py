@@ -66,8 +66,10 @@ def apply_plan_(
     if calibration is not None:
         if init != "fit":
             raise PlanError(f"calibration is for init='fit', not for {init!r}")
-        # Outputs are not compared here, so no image need be held out.
-        images = read_calibration_images(model, plan, calibration, held_out=(), note=note)
+        images = calibration
+        if not isinstance(images, Calibration):
+            # Outputs are not compared here, so no image need be held out.
+            images = read_calibration_images(model, plan, images, held_out=(), note=note)
         statistics = measure_inputs(model, find_groups(model, plan), images, notify)
     if generator is None:
         generator = torch.Generator().manual_seed(0)

@@ -10,6 +10,7 @@ from ..networks.find_convs import parameter_count
 from ..networks.sites import ModelConvs
 from ..networks.source import ModelSource
 from ..networks.timm_notes import stated_source
+from ..options import AUTO
 from ..placing.place import find_planned_convs
 from ..planning.kernel_counts import check_counts
 from ..planning.plan import ConversionPlan, DraftPlan
@@ -41,6 +42,7 @@ def draft_for(
         DclsConvertError: The options do not fit the network, its weights or its input size.
     """
     if weights is not None and weights.elements:
+        options = replace(options, kernel_count=AUTO)  # that of the elements, if one is stated
         draft = draft_plan(convs, options, source, known_counts=counts_of_elements(weights))
         check_counts_of_elements(draft, weights)
     else:

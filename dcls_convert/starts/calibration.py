@@ -71,7 +71,16 @@ class CalibrationStatistics:
 def measure_inputs(
     model: nn.Module, groups: Sequence[ConvGroup], calibration: Calibration, notify: Notify
 ) -> CalibrationStatistics:
-    """Run the old network on all images, and collect statistics of what its convolutions see."""
+    """Run the old network on all images, and collect statistics of what its convolutions see.
+
+    Raises:
+        DclsConvertError: The network has no values, or does not accept the images.
+    """
+    for group in groups:
+        if any(conv.weight.is_meta for conv in group.convs):
+            raise DclsConvertError(
+                "calibration: the network has no values, since it is on the meta device"
+            )
     notify("measuring layer inputs")
     moments = _measure(model, groups, calibration, joint=False)
     return CalibrationStatistics(calibration=calibration, moments=moments)

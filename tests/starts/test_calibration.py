@@ -8,7 +8,7 @@ import torch
 from timm.layers import StdConv2d
 from torch import nn
 
-from dcls_convert import DclsConvertError, convert_
+from dcls_convert import DclsConvertError, apply_plan_, convert_, find_convs, plan_conversion
 from dcls_convert.checkpoints.stored_weights import tensors_hash
 from dcls_convert.starts import calibration as calibration_module
 from dcls_convert.starts.images import Calibration
@@ -38,6 +38,20 @@ def test_autocast_and_the_global_generator_do_not_matter():
     with torch.autocast("cpu", torch.bfloat16):
         assert convert_(model, **options) == report
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_plan_is_carried_out_with_images_in_any_form_as_in_one_call():
+    images = smooth_noise()
+    plan = plan_conversion(find_convs(network(), INPUT_SIZE), dilated_size=9)
+    errors = []
+    for form in (images, Calibration(batches=(images,))):
+        report = apply_plan_(network(), plan, calibration=form)
+        errors.append([layer.output_error for layer in report.layers])
+    options = {"dilated_size": 9, "scope": "model", "input_size": INPUT_SIZE}
+    report = convert_(network(), calibration=images, held_out=(), **options)
+    assert errors == [[layer.output_error for layer in report.layers]] * 2
+    with pytest.raises(DclsConvertError, match="has no values"):
+        convert_(network().to("meta"), calibration=images, held_out=(), **options)
 
 
 def unchanged(model):
