@@ -5,7 +5,7 @@ One forward pass of a 2-D layer, on a CPU:
 1. `DclsLayer.forward` pads the input, if torch's convolution does not know the padding.
 2. `_convolve_2d`: the layer looks up how to convolve (`conv_cache.py`, `depthwise/table.py`) and
    remembers it for inputs of the same shape, strides and dtype.
-3. `clamped_kernel`: in training, positions are clamped, if they may be changed; the kernel is
+3. `_clamped_kernel`: in training, positions are clamped, if they may be changed; the kernel is
    constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. oneDNN's algorithm or torch's convolves.
 
@@ -247,7 +247,8 @@ class DclsLayer(CheckedLayer):
     def kernel(self) -> Tensor:
         """Construct the kernel (O, I, *dilated_kernel_size).
 
-        It is differentiable with respect to weight, positions and sigma.
+        It is differentiable with respect to weight, positions and sigma. `forward` does not call
+        this method, so a subclass that overrides it convolves as before.
         """
         return self._construct(self.weight, self.positions, self.sigma)
 
