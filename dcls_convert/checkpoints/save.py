@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -103,8 +104,9 @@ def save_converted(
     with new_output(folder, force=force, why_keep=why_not_our_folder) as partial:
         partial.mkdir()
         written = ConversionReport(plan=plan)
-        if report is not None and report.plan == plan:
-            written = ConversionReport(plan=plan, outcome=report.outcome)
+        if report is not None and report.layers == plan.layers:  # apart from their errors
+            with_errors = replace(plan, layers=report.layers)
+            written = ConversionReport(plan=with_errors, outcome=report.outcome)
         write_texts(partial, name, model, written, picture=picture)
         write_weights(partial, state, fingerprint)
         if plan.source is None or not plan.source.is_from_registry:
@@ -130,7 +132,7 @@ def save_just_converted(
     force: bool,
     picture: bytes | None = None,
 ) -> None:
-    """Write a model right after its conversion, when it cannot have been edited.
+    """Write a model that was just converted, or just folded, so that it cannot have been edited.
 
     The arguments are those of `save_converted`; the report has the plan. The folder is not loaded
     back.

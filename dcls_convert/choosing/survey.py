@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..conversion.open_network import look, open_network
-from ..conversion.plan_network import draft_for
+from ..conversion.plan_network import draft_for_request
 from ..conversion.request import NetworkRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
@@ -154,7 +154,7 @@ def model_row(
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
         )
-        plan = draft_for(request, planning, convs, network.source).with_counts()
+        plan = draft_for_request(request, planning, convs, network.source).with_counts()
     except NothingMatchesError as error:
         return replace(row, status="nothing matches", reason=str(error))
     except ModelError as error:

@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import nn
 
 from ..conversion.open_network import look, open_network
-from ..conversion.plan_network import cautions, draft_for
+from ..conversion.plan_network import cautions, draft_for_request
 from ..conversion.request import NetworkRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import plain_numbers, size_text
@@ -210,7 +210,7 @@ def make_sweep(
     convs = look(network, request)
 
     def make_plan(options: PlanOptions) -> ConversionPlan:
-        return draft_for(request, options, convs, network.source).with_counts()
+        return draft_for_request(request, options, convs, network.source).with_counts()
 
     auto_plan = make_plan(options)
     if weights is not None:

@@ -203,7 +203,7 @@ def _convert_and_save(
 
     if picture:
         check_figure_library()
-    if output is not None:
+    if output is not None and not request.dry_run:
         check_folder(output)
     name = str(request.network.model)
     if (request.network.pretrained or name.startswith("hf-hub:")) and not request.dry_run:

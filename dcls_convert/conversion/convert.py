@@ -21,8 +21,8 @@ from ..weights.loading import check_weights
 from .apply_plan import replace_convs_
 from .authors import check_elements, names_lacking, translated_elements
 from .before_and_after import compare_with_outputs_before, outputs_before_conversion
-from .open_network import look, open_network, with_values
-from .plan_network import adopted_plan, cautions, draft_for
+from .open_network import give_values_, look, open_network
+from .plan_network import adopted_plan, cautions, draft_for_request
 from .provenance import attach_provenance_, describe_conversion
 from .request import ELEMENTS, ConversionRequest, NetworkRequest, options_without_effect
 
@@ -74,10 +74,12 @@ def carry_out(
         notify("finding convolutions")
         convs = look(network, request.network)
         notify("planning")
-        draft = draft_for(request.network, request.plan_options, convs, network.source, weights)
+        draft = draft_for_request(
+            request.network, request.resolved_options, convs, network.source, weights
+        )
 
     elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
-    start_name = request.init if elements is None else ELEMENTS
+    start_name = request.resolved_init if elements is None else ELEMENTS
     lacking = names_lacking(weights, draft)
     for caution in cautions(draft):
         warn(caution)
@@ -89,7 +91,7 @@ def carry_out(
         return Conversion(request=request, start_name=start_name, report=report)
 
     with _unchanged_on_failure(request.network):
-        model = with_values(network, request.network, weights, lacking=lacking, notify=notify)
+        model = give_values_(network, request.network, weights, lacking=lacking, notify=notify)
         weights = None  # the network has them; keeping both would take twice the memory
         images = _read_images(request, model, draft, note)
         statistics = None
@@ -158,12 +160,12 @@ def _replace_and_compare_(
     """
     notify("converting")
     before = None
-    if elements is None and request.network.trained and request.init != "random":
+    if elements is None and request.network.trained and request.resolved_init != "random":
         before = outputs_before_conversion(network, plan, images)
     plan = replace_convs_(
         network,
         plan,
-        init=request.init,
+        init=request.resolved_init,
         positions=request.start.positions,
         generator=torch.Generator().manual_seed(request.network.seed),
         statistics=statistics,

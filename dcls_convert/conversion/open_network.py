@@ -137,7 +137,7 @@ def look(network: OpenNetwork, request: NetworkRequest) -> ModelConvs:
     return find_convs_for(network.structure, inputs)
 
 
-def with_values(
+def give_values_(
     network: OpenNetwork,
     request: NetworkRequest,
     weights: RequestWeights | None,
@@ -146,6 +146,8 @@ def with_values(
     notify: Notify,
 ) -> nn.Module:
     """Return the network with its values: the one in memory or of the user's code, or a new one.
+
+    A network that is not new is changed in place.
 
     Args:
         network: The network.

@@ -22,14 +22,14 @@ from .authors import check_counts_of_elements, counts_of_elements
 from .request import NetworkRequest, RequestWeights
 
 
-def draft_for(
+def draft_for_request(
     request: NetworkRequest,
     options: PlanOptions,
     convs: ModelConvs,
     source: ModelSource | None,
     weights: RequestWeights | None = None,
 ) -> DraftPlan:
-    """Decide everything but the kernel counts; only elements in the weights have theirs already.
+    """Decide everything but the counts that the budget or the layers' errors decide.
 
     Args:
         request: The network.

@@ -132,7 +132,7 @@ class ConversionRequest:
         _refuse_conflicts(self)
 
     @property
-    def init(self) -> Init:
+    def resolved_init(self) -> Init:
         """The start's `init`, with "auto" resolved."""
         if self.start.init != AUTO:
             return self.start.init
@@ -148,9 +148,9 @@ class ConversionRequest:
         return self.options.scope == ERROR_SCOPE
 
     @property
-    def plan_options(self) -> PlanOptions:
+    def resolved_options(self) -> PlanOptions:
         """The planning options; an exact start needs exact counts."""
-        if self.init == EXACT:
+        if self.resolved_init == EXACT:
             return replace(self.options, kernel_count=EXACT)
         return self.options
 
@@ -173,7 +173,7 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
     start = request.start
     if request.network.weights is None and start.authors_version is not None:
         sentences.append("the authors' version has no effect without a weights file")
-    if start.positions != "normal" and request.init != "random":
+    if start.positions != "normal" and request.resolved_init != "random":
         sentences.append(
             f"positions {start.positions!r} have no effect: they are for init 'random'"
         )
@@ -199,13 +199,13 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
     ):
         raise PlanError("a plan is applied unchanged; omit the planning options")
     stated = options_that_decide_counts(options)
-    if request.init == EXACT and options.kernel_count != EXACT and stated:
+    if request.resolved_init == EXACT and options.kernel_count != EXACT and stated:
         raise PlanError(
             "an exact start takes an element for each cell of the old kernels: "
             f"omit {join_with_and(stated)}"
         )
     if request.start.init in ("fit", "largest") and not network.trained:
-        raise PlanError(f"init {request.init!r} {NEEDS_WEIGHTS}")
+        raise PlanError(f"init {request.resolved_init!r} {NEEDS_WEIGHTS}")
     for_fits = {
         f"scope {ERROR_SCOPE!r}": options.scope == ERROR_SCOPE,
         "calibration": request.start.calibration is not None,
@@ -213,8 +213,8 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
     for name, is_stated in for_fits.items():
         if is_stated and not network.trained:
             raise PlanError(f"{name} {NEEDS_WEIGHTS}")
-        if is_stated and request.init != "fit":
-            raise PlanError(f"{name} is for init 'fit', not for {request.init!r}")
+        if is_stated and request.resolved_init != "fit":
+            raise PlanError(f"{name} is for init 'fit', not for {request.resolved_init!r}")
         if is_stated and request.dry_run:
             raise PlanError(f"{name} needs kernels and images, and a dry run reads neither")
 

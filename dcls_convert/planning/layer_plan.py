@@ -40,8 +40,9 @@ class LayerPlan(OldConv):
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
     interpolation: str
-    kernel_count: int
-    # True if a rule or an option states the count; False if the budget decides it.
+    kernel_count: int  # UNSOLVED (0) in a draft, until it is decided
+    # True if a rule or an option states the count; False if it is chosen, or that of elements in
+    # the weights.
     count_is_stated: bool
     tie_group: str | None  # None if its positions are its own
     rule: str  # label of the rule that claimed it

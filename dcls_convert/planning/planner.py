@@ -1,4 +1,4 @@
-"""Make a plan from sites and rules: which layer replaces which convolution, and what is tied."""
+"""Draft a plan from sites and rules: which layer replaces which convolution, and what is tied."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ def draft_plan(
         RuleError, PlanError, NothingMatchesError: See `plan_conversion`.
     """
     rules = choose_rules(options.rules, convs.sites)
-    layers, skipped, overruled = _draft_layers(convs, rules, options)
+    layers, skipped, overruled = _plan_layers(convs, rules, options)
     if known_counts is not None:
         layers = _with_known_counts(layers, known_counts)
     if options.tie == "stage":
@@ -179,7 +179,7 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
             )
 
 
-def _draft_layers(
+def _plan_layers(
     convs: ModelConvs, rules: RuleSet, options: PlanOptions
 ) -> tuple[list[LayerPlan], list[Skipped], tuple[str, ...]]:
     """Draft the layers.
@@ -196,7 +196,7 @@ def _draft_layers(
     refuse_overridden_options(rules, options)
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
-    drafts, errors = _measured_drafts(convs, rules, rule_of, options)
+    drafts, errors = _allowed_layers(convs, rules, rule_of, options)
     reasons |= {name: str(error) for name, error in errors.items()}
     if errors and (options.strict or not drafts):
         name = next(iter(errors))
@@ -217,7 +217,7 @@ def _draft_layers(
     return drafts, [*skipped, *convs.skipped], overruled
 
 
-def _measured_drafts(
+def _allowed_layers(
     convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
 ) -> tuple[list[LayerPlan], dict[str, PlanError]]:
     """Draft layers whose windows the network allows; also return why other sites have no layer.
@@ -237,17 +237,19 @@ def _measured_drafts(
             if site.name not in rule_of:
                 continue
             try:
-                drafts.append(_draft(site, rules, rule_of[site.name], size, options))
+                drafts.append(_plan_layer(site, rules, rule_of[site.name], size, options))
             except PlanError as error:
                 errors[site.name] = error
-        measured = [draft for draft in drafts if not _is_stated(rules.rules[rule_of[draft.name]])]
+        measured = [
+            draft for draft in drafts if not _states_growth(rules.rules[rule_of[draft.name]])
+        ]
         broken = _broken_by(convs, measured)
         if not broken:
             return drafts, errors
         convs = _with_broken(convs, broken)
 
 
-def _is_stated(rule: Rule) -> bool:
+def _states_growth(rule: Rule) -> bool:
     """True if the rule says to which sides windows grow, whatever was measured."""
     return rule.grow is not None or rule.padding == "any"
 
@@ -287,7 +289,7 @@ def _broken_if_all_grew_to_both_sides(
         if site.name not in rule_of:
             continue
         rule = rules.rules[rule_of[site.name]]
-        if _is_stated(rule):
+        if _states_growth(rule):
             continue
         with contextlib.suppress(PlanError):  # raised again for the draft
             windows[site.name] = window_to_try(site, _stated_size(rules, rule, size), rule)
@@ -313,7 +315,9 @@ def _with_broken(convs: ModelConvs, broken: Mapping[str, Mapping[int, str]]) -> 
                     reason=reason, side="back" if reason == ONE_SIDE else None
                 )
             else:
-                limits[axis] = replace(tried, side="ahead" if tried.side == "back" else None)
+                limits[axis] = replace(
+                    tried, reason=reason, side="ahead" if tried.side == "back" else None
+                )
         sites.append(replace(site, growth_limits=limits))
     return replace(convs, sites=tuple(sites))
 
@@ -322,7 +326,7 @@ def _what_rules_overrule(
     convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], drafts: Sequence[LayerPlan]
 ) -> tuple[str, ...]:
     """Return sentences on windows that grow as rules say, though the network forbids it."""
-    stated = [draft for draft in drafts if _is_stated(rules.rules[rule_of[draft.name]])]
+    stated = [draft for draft in drafts if _states_growth(rules.rules[rule_of[draft.name]])]
     names_of: dict[str, list[str]] = {}
     for name, reasons in _broken_by(convs, stated).items():
         for reason in dict.fromkeys(reasons.values()):
@@ -330,7 +334,7 @@ def _what_rules_overrule(
     return tuple(f"{short_list(names)}: {reason}" for reason, names in names_of.items())
 
 
-def _draft(
+def _plan_layer(
     site: ConvSite,
     rules: RuleSet,
     index: int,

@@ -84,7 +84,7 @@ class ConversionReport:
 
     @property
     def not_measured(self) -> str | None:
-        """Why this was not measured; None if it was, or need not be."""
+        """Why it was not measured what the network does with its convolutions; None if it was."""
         return self.plan.not_measured
 
     @property

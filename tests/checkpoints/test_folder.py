@@ -12,7 +12,16 @@ from timm.data import resolve_model_data_config
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcls_convert import check_output, convert_, load_converted, predict_report, save_converted
+from dcls_convert import (
+    apply_plan_,
+    check_output,
+    convert_,
+    find_convs,
+    load_converted,
+    plan_conversion,
+    predict_report,
+    save_converted,
+)
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
@@ -73,6 +82,17 @@ def test_a_model_that_does_not_fit_stays_as_it_was(folder):
     with pytest.raises(CheckpointError, match="has shape"):
         load_converted(folder, model=model)
     assert state_of(model) == before
+
+
+def test_the_report_in_a_folder_has_the_errors_that_the_start_left(tmp_path):
+    model = timm.create_model(TINY)
+    plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=9)
+    report = apply_plan_(model, plan, init="largest")
+    save_converted(model, plan, tmp_path / "out", report=report)
+    stored = json.loads((tmp_path / "out" / "report.json").read_text())
+    errors = [row["fit_error"] for row in stored["layers"]]
+    assert errors == [layer.fit_error for layer in report.layers]
+    assert min(errors) > 0
 
 
 def test_the_contents_of_a_folder(converted, tmp_path):

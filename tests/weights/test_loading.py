@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
 from dcls_convert.conversion.convert import carry_out
-from dcls_convert.conversion.open_network import open_network, with_values
+from dcls_convert.conversion.open_network import give_values_, open_network
 from dcls_convert.conversion.request import NetworkRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.progress import ignore_messages
@@ -37,7 +37,7 @@ def network_of(name, *, note=ignore_messages, **options):
     request = NetworkRequest(model=name, **options)
     network, weights = open_network(request, offline=False, notify=ignore_messages, note=note)
     lacking = () if weights is None else weights.new_classifier
-    return with_values(network, request, weights, lacking=lacking, notify=ignore_messages)
+    return give_values_(network, request, weights, lacking=lacking, notify=ignore_messages)
 
 
 def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
