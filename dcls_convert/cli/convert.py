@@ -305,9 +305,9 @@ def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name
         counts = f"-count{request.options.kernel_count}"
     elif draft.share != 1:
         counts = f"-budget{float(100 * draft.share):g}"
-    from ..conversion.request import ELEMENTS
+    from ..conversion.request import FROM_ELEMENTS
 
-    suffix = "" if start_name in ("random", ELEMENTS) else f"-{start_name}"
+    suffix = "" if start_name in ("random", FROM_ELEMENTS) else f"-{start_name}"
     if request.start.calibration is not None:
         suffix = "-calibrated"
     name = str(request.network.model).rpartition(":")[2]  # without the registry

@@ -24,7 +24,7 @@ from .before_and_after import compare_with_outputs_before, outputs_before_conver
 from .open_network import give_values_, look, open_network
 from .plan_network import adopted_plan, cautions, draft_for_request
 from .provenance import attach_provenance_, describe_conversion
-from .request import ELEMENTS, ConversionRequest, NetworkRequest, options_without_effect
+from .request import FROM_ELEMENTS, ConversionRequest, NetworkRequest, options_without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Conversion:
     """What a conversion did or, in a dry run, would do."""
 
     request: ConversionRequest
-    start_name: str  # what the new layers start from: "random", "fit", ..., or ELEMENTS
+    start_name: str  # what the new layers start from: "random", "fit", ..., or FROM_ELEMENTS
     report: ConversionReport
     model: nn.Module | None = None  # the converted network; None after a dry run
 
@@ -79,7 +79,7 @@ def carry_out(
         )
 
     elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
-    start_name = request.resolved_init if elements is None else ELEMENTS
+    start_name = request.resolved_init if elements is None else FROM_ELEMENTS
     lacking = names_lacking(weights, draft)
     for caution in cautions(draft):
         warn(caution)

@@ -12,7 +12,6 @@ from ..networks.source import ModelSource
 from ..networks.timm_notes import stated_source
 from ..options import AUTO
 from ..placing.place import find_planned_convs
-from ..planning.kernel_counts import check_counts
 from ..planning.plan import ConversionPlan, DraftPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import draft_plan
@@ -47,7 +46,6 @@ def draft_for_request(
         check_counts_of_elements(draft, weights)
     else:
         draft = draft_plan(convs, options, source)
-    check_counts(draft.layers, draft.share)
     states_inputs = request.input_size is not None or request.example_inputs is not None
     if draft.macs is None and states_inputs:
         _refuse_inputs(draft)

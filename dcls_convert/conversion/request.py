@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
-ELEMENTS = "elements"  # a start beside those of `Init`: the elements that the weights have
+FROM_ELEMENTS = "elements"  # a start beside those of `Init`: the elements that the weights have
 NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a weights file"
 
 

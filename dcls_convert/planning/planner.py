@@ -69,9 +69,7 @@ def plan_conversion(
             f"scope {ERROR_SCOPE!r} needs the trained kernels, which are not given here; "
             "use convert_ or dcls-convert MODEL"
         )
-    draft = draft_plan(convs, stated, source)
-    check_counts(draft.layers, draft.share)
-    return draft.with_counts()
+    return draft_plan(convs, stated, source).with_counts()
 
 
 def draft_plan(
@@ -100,6 +98,8 @@ def draft_plan(
         layers = _with_known_counts(layers, known_counts)
     if options.tie == "stage":
         layers = with_tie_groups(layers)
+    share = parse_percent(options.budget)
+    check_counts(layers, share)
     site_of = {site.name: site for site in convs.sites}
 
     example_inputs = None
@@ -122,7 +122,7 @@ def draft_plan(
         rules=Path(rules.source).name,  # without the folder: a plan has no paths of a machine
         rules_text=rules.text,
         tie=options.tie,
-        share=parse_percent(options.budget),
+        share=share,
         layers=tuple(layers),
     )
 

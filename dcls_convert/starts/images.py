@@ -38,7 +38,7 @@ BATCH = 8  # images
 # Photographs have about 1 if normalised, 0.4 if not, and 0.002 with a mean on the scale 0..255.
 MIN_VARIATION = 3e-3
 # Formats that are read, whatever a file's suffix. Pillow reads more, but it executes PostScript.
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
 # Exceptions that Pillow raises for files that it cannot read.
 READ_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
@@ -329,7 +329,7 @@ def _open_image(path: Path, channels: int) -> Image.Image:
         One of READ_ERRORS: The file is not an image, or its white level is unknown.
     """
     # Pillow warns of odd metadata.
-    with suppress_output(), Image.open(path, formats=FORMATS) as image:
+    with suppress_output(), Image.open(path, formats=IMAGE_FORMATS) as image:
         # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
         opened_as_32_bits = image.mode == "I" and image.format in ("PNG", "PPM")
         has_16_bits = opened_as_32_bits or image.mode.startswith("I;16")
