@@ -396,8 +396,8 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
     if verbose and report.layers_beyond_map:
         lines.append(
             f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
-            "the window is at least twice as large as the feature map at this input size; "
-            "its outer cells meet only padding."
+            "some cells of the window never meet the feature map at this input size; "
+            "they meet only padding."
         )
     return [*lines, *report.notes]
 
