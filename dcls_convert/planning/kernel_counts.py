@@ -27,11 +27,6 @@ class PlanBudget:
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 
-    @property
-    def slack(self) -> int:
-        """Parameters left; negative if a given count exceeds the budget."""
-        return self.limit - self.used
-
 
 def budget_limit(layers: Sequence[LayerPlan], share: Fraction) -> int:
     """Return the parameters that new layers may use: a share of the weights that they replace."""

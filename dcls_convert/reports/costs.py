@@ -59,6 +59,25 @@ class MacsChange(Change):
         return f"MACs {problem}: {self.note}."
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetReport:
+    """How the kernel counts were chosen, and how many parameters they may use, and do use."""
+
+    scope: str
+    kernel_count: int | None  # None if layers have different counts
+    limit: int
+    used: int
+    # The count that would use the whole budget, rounded down to two decimals; None if layers have
+    # different counts.
+    exact_count: float | None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def slack(self) -> int:
+        """Parameters left; negative if a given count exceeds the budget."""
+        return self.limit - self.used
+
+
 def params_of(layers: Iterable[LayerPlan]) -> Change:
     """Sum parameters, with biases and positions; shared positions count in their owner."""
     before = 0

@@ -15,7 +15,6 @@ from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
-from ..planning.kernel_counts import PlanBudget
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import as_json, write_json
@@ -24,6 +23,7 @@ from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, short_list, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
 from .costs import (
+    BudgetReport,
     Change,
     MacsChange,
     ParamsChange,
@@ -62,6 +62,8 @@ class ConversionReport:
     output: str | None = None  # the folder; None if nothing was written
     outcome: Outcome | None = None  # None for an untrained network, or before a conversion
 
+    format = 1  # of the JSON
+
     @property
     def model(self) -> str | None:
         """See `ConversionPlan`."""
@@ -81,6 +83,21 @@ class ConversionReport:
     def skipped(self) -> tuple[Skipped, ...]:
         """The convolutions that stay as they are, and why."""
         return self.plan.skipped
+
+    @property
+    def stages_from(self) -> str:
+        """How the stages were found."""
+        return self.plan.stages_from
+
+    @property
+    def folded(self) -> bool:
+        """True if plain convolutions have replaced the layers."""
+        return self.plan.folded
+
+    @property
+    def overruled(self) -> tuple[str, ...]:
+        """Windows that grow as rules say, although outputs then depend on what they must not."""
+        return self.plan.overruled
 
     @property
     def not_measured(self) -> str | None:
@@ -129,9 +146,20 @@ class ConversionReport:
         return self.plan.macs - (macs_of(self.layers).before or 0)
 
     @property
-    def budget(self) -> PlanBudget:
-        """How many parameters the counts may use, and do use; of a folded model, before folding."""
-        return self.plan.budget
+    def budget(self) -> BudgetReport:
+        """How the kernel counts were chosen; of a folded model, before folding."""
+        budget = self.plan.budget
+        exact_count = None
+        if budget.exact_count is not None:
+            # Rounded down, so that 34.996 is not shown as 35.
+            exact_count = int(budget.exact_count * 100) / 100
+        return BudgetReport(
+            scope=self.plan.scope,
+            kernel_count=budget.kernel_count,
+            limit=budget.limit,
+            used=budget.used,
+            exact_count=exact_count,
+        )
 
     @functools.cached_property
     def layers_beyond_map(self) -> int:
@@ -142,13 +170,13 @@ class ConversionReport:
         """Return plain JSON values."""
         plan = self.plan
         data: dict[str, Any] = {
-            "format": 1,
+            "format": self.format,
             "model": plan.model,
             "input_size": plan.input_size and list(plan.input_size),
             "output": self.output,
             "params": as_json(self.params),
             "macs": as_json(self.macs),
-            "budget": _budget_row(plan),
+            "budget": as_json(self.budget),
             "layers": [_layer_row(layer) for layer in self.layers],
             "skipped": [as_json(skip) for skip in plan.skipped],
             "stages_from": plan.stages_from,
@@ -175,22 +203,6 @@ class ConversionReport:
 
     __str__ = as_text
     _repr_html_ = as_html
-
-
-def _budget_row(plan: ConversionPlan) -> dict[str, Any]:
-    """Return what the JSON has of the budget; the exact count has two decimals."""
-    budget = plan.budget
-    exact_count = None
-    if budget.exact_count is not None:
-        exact_count = int(budget.exact_count * 100) / 100  # down, so that 34.996 is not shown as 35
-    return {
-        "scope": plan.scope,
-        "kernel_count": budget.kernel_count,
-        "limit": budget.limit,
-        "used": budget.used,
-        "exact_count": exact_count,
-        "slack": budget.slack,
-    }
 
 
 def _layer_row(layer: LayerPlan) -> dict[str, Any]:
