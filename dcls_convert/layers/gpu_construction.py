@@ -23,7 +23,7 @@ from ..depthwise.block_plan import BlockPlan
 from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch
 from ..geometry import Pair, ceil_div
-from ..layers import element_kernels as kernels
+from ..depthwise import element_kernels as kernels
 from .bilinear_plain import construct_by_broadcasting, per_axis
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value

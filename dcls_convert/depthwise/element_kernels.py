@@ -1,6 +1,6 @@
 """Triton kernels from the elements of 2-D kernels to windows, and back to the elements' gradients.
 
-Bilinear interpolation, as in `bilinear`: positions are clamped to the window, and at a kink the
+Bilinear interpolation, as in `layers.bilinear`: positions are clamped to the window, and at a kink the
 derivative is right-hand, or points inward at the upper border. NaN stays NaN.
 
 Axes: N kernels, E elements, R x S the window. Weight is (N, E), positions are (2, N, E) in cells
@@ -10,7 +10,7 @@ from the centre. In 64 x 64 matrices, `block_kernels` says what the rows and col
 import triton
 import triton.language as tl
 
-from ..depthwise.block_kernels import (
+from .block_kernels import (
     CELLS,
     GATHERED,
     MAP_SIZES,
