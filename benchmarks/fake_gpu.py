@@ -7,13 +7,25 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc")
+
+
+class _Arguments(ctypes.Structure):
+    """How many arguments a compiled kernel takes; as in fake_libcuda.c."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("pointers", ctypes.c_int),
+        ("sizes", ctypes.c_int),
+    )
 
 
 class FakeGpu:
@@ -27,6 +39,8 @@ class FakeGpu:
         os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.fake_launches.restype = ctypes.c_long
+        self._library.fake_noted.restype = ctypes.c_char_p
+        self._arguments: dict[str, _Arguments] = {}  # of kernels
         replace_functions_of_torch()
         from triton.backends.nvidia.driver import CudaDriver
         from triton.runtime.driver import driver
@@ -35,8 +49,26 @@ class FakeGpu:
         driver.set_active(CudaDriver())
 
     def launches(self) -> int:
-        """Return how many kernels have been launched."""
+        """Return how many kernels have been launched, but for those that were noted."""
         return int(self._library.fake_launches())
+
+    def note(self, kernels: Iterable[tuple[Any, int]], run: Callable[[], object]) -> list[str]:
+        """Run, and return a line for each launch: the kernel's name, all numbers and addresses.
+
+        `kernels` are those that may be launched, with the number of their tensors.
+        """
+        for kernel, tensors in kernels:
+            sizes = sum(not one.is_constexpr for one in kernel.params) - tensors
+            name = kernel.__name__
+            self._arguments[name] = _Arguments(name.encode(), tensors, sizes)
+        known = (_Arguments * len(self._arguments))(*self._arguments.values())
+        self._library.fake_know(known, len(known))
+        self._library.fake_note()
+        try:
+            run()
+        finally:
+            lines = self._library.fake_noted().decode().splitlines()
+        return lines
 
     def take_blocks_on_cpu(self) -> None:
         """Assert that the GPU takes blocks, and let layers on the CPU launch them."""

@@ -1,5 +1,7 @@
-// A CUDA driver of one H100 that is not there. Its launches count, and do nothing.
+// A CUDA driver of one H100 that is not there. Its launches do nothing, but are counted, or noted.
 // Triton compiles and launches through it as on a GPU; see fake_gpu.py.
+#include <stdio.h>
+#include <string.h>
 #include "cuda.h"
 
 #define DO_NOTHING(name, ...) \
@@ -12,9 +14,49 @@ static long modules = 0;
 
 long fake_launches(void) { return launches; }
 
-CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
-  launches++;
+enum { MAX_FUNCTIONS = 4096, NOTE_BYTES = 1 << 20 };
+static char names[MAX_FUNCTIONS][64];  // of kernels, by function
+static char note[NOTE_BYTES];          // a line for each launch
+static int noted = -1;                 // bytes of the note; -1 if nothing is noted
+
+void fake_note(void) { note[noted = 0] = 0; }
+const char *fake_noted(void) { noted = -1; return note; }
+
+// As many pointers and sizes as each kernel has, by name; the caller owns the memory.
+typedef struct { const char *name; int pointers, sizes; } Arguments;
+static const Arguments *arguments_of;
+static int kernels;
+void fake_know(const Arguments *arguments, int count) { arguments_of = arguments; kernels = count; }
+
+static CUresult launch(CUfunction function, const unsigned *numbers, void **parameters) {
+  if (noted < 0) {
+    launches++;
+    return CUDA_SUCCESS;
+  }
+  const char *name = names[(size_t)function];
+  noted += sprintf(note + noted, "%s", name);
+  for (int i = 0; i < 5; i++) noted += sprintf(note + noted, " %u", numbers[i]);
+  for (int kernel = 0; kernel < kernels; kernel++) {
+    const Arguments *arguments = &arguments_of[kernel];
+    if (strcmp(arguments->name, name)) continue;
+    for (int i = 0; i < arguments->pointers; i++)
+      noted += sprintf(note + noted, " %p", *(void **)parameters[i]);
+    for (int i = 0; i < arguments->sizes; i++)
+      noted += sprintf(note + noted, " %d", *(int *)parameters[arguments->pointers + i]);
+  }
+  noted += sprintf(note + noted, "\n");
   return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+  unsigned numbers[] = {config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->sharedMemBytes};
+  return launch(function, numbers, parameters);
+}
+
+CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned b, unsigned c,
+                        unsigned shared, CUstream stream, void **parameters, void **extra) {
+  unsigned numbers[] = {x, y, z, threads, shared};
+  return launch(function, numbers, parameters);
 }
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
@@ -42,6 +84,7 @@ CUresult cuPointerGetAttribute(void *result, CUpointer_attribute attribute, CUde
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   *function = (CUfunction)module;
+  strncpy(names[(size_t)module], name, sizeof names[0] - 1);
   return CUDA_SUCCESS;
 }
 

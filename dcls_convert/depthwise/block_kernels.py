@@ -7,12 +7,13 @@ The bank holds the matrices: one for each channel and each tap, which is an offs
 
 Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
 
-    pack               maps (N, C, H, W), any strides  -> blocks (C, M, CELLS), sums of blocks
-    bank_of_window     window (C, R, S)                -> bank (C, taps, CELLS, CELLS)
-    convolve_blocks    blocks, bank, bias              -> blocks of outputs
-    pack with UNPACK   blocks                          -> maps
-    gradient_of_bank   blocks of inputs and gradients  -> partial sums of the bank's gradient
-    gradient_of_window partial sums, sums of blocks    -> the window's gradient, the bias's
+    pack              maps (N, C, H, W), any strides  -> blocks (C, M, CELLS), sums of blocks
+    convolve_blocks   blocks, bank, bias              -> blocks of outputs
+    pack with UNPACK  blocks                          -> maps
+    gradient_of_bank  blocks of inputs and gradients  -> partial sums of the bank's gradient
+
+The bank (C, taps, CELLS, CELLS) is made of elements, by `element_kernels`, and so are the elements'
+gradients of the bank's.
 
 A matrix of the bank has the inputs' cells as rows and the outputs' as columns.
 
@@ -33,7 +34,7 @@ SIDE = tl.constexpr(BLOCK_SIDE)
 CELLS = tl.constexpr(BLOCK_SIDE * BLOCK_SIDE)
 PACK_CHANNELS = tl.constexpr(64)  # channels that one program of `pack` copies
 SUMMED_BLOCKS = tl.constexpr(1024)  # blocks that `gradient_of_bias` adds at once
-GATHERED = tl.constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
+GATHERED = tl.constexpr(16)  # elements whose gradients a program adds up
 
 STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
 MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]
@@ -99,26 +100,6 @@ def pack(
         if SUM:
             total = tl.sum(values.to(tl.float32), 1)
             tl.store(sums + block_of_channel, total, mask=channel < channels)
-
-
-@triton.jit(do_not_specialize=TAPS, do_not_specialize_on_alignment=["window"])
-def bank_of_window(window, bank, taps_down, taps_across, R: tl.constexpr, S: tl.constexpr):
-    """Write the matrix of one tap and channel.
-
-    Its entry for an input cell and an output cell is the window's cell at their distance.
-    """
-    tap = tl.program_id(0)
-    channel = tl.program_id(1)
-    cell_in = tl.arange(0, CELLS)[:, None]
-    cell_out = tl.arange(0, CELLS)[None, :]
-    down = (tap // taps_across - taps_down // 2) * SIDE + cell_in // SIDE - cell_out // SIDE
-    across = (tap % taps_across - taps_across // 2) * SIDE + cell_in % SIDE - cell_out % SIDE
-    r = down + R // 2
-    s = across + S // 2
-    is_in_window = (r >= 0) & (r < R) & (s >= 0) & (s < S)
-    values = tl.load(window + channel * (R * S) + r * S + s, mask=is_in_window, other=0.0)
-    matrix = bank + (channel.to(tl.int64) * (taps_down * taps_across) + tap) * (CELLS * CELLS)
-    tl.store(matrix + cell_in * CELLS + cell_out, values.to(bank.dtype.element_ty))
 
 
 @triton.jit
@@ -313,45 +294,3 @@ def sum_diagonals(
         bank = (part * channels + channel).to(tl.int64) * (taps_down * taps_across)
         total += tl.load(partial_sums + bank * (CELLS * CELLS) + in_bank, mask=exists, other=0.0)
     return tl.sum(total, 1)
-
-
-@triton.jit(do_not_specialize=["channels", "parts", "blocks_in_all", *TAPS])
-def gradient_of_window(
-    partial_sums,
-    sums,
-    gradient,
-    grad_bias,
-    channels,
-    parts,
-    blocks_in_all,
-    taps_down,
-    taps_across,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Sum the bank's gradient to GATHERED cells of one channel's window: (C, R, S).
-
-    The first program of a channel adds up the bias's gradient, too.
-    """
-    channel = tl.program_id(1)
-    cell = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
-    exists = cell < R * S
-    total = sum_diagonals(
-        partial_sums,
-        cell // S,
-        cell % S,
-        exists,
-        channel,
-        channels,
-        parts,
-        taps_down,
-        taps_across,
-        R,
-        S,
-    )
-    gradient += channel * (R * S) + cell
-    tl.store(gradient, total.to(gradient.dtype.element_ty), mask=exists)
-    if HAS_BIAS:
-        if tl.program_id(0) == 0:
-            gradient_of_bias(sums, grad_bias, channel, blocks_in_all)

@@ -1,27 +1,25 @@
-"""How maps of one shape are convolved in blocks: sizes, and the launches of `block_kernels`.
+"""How maps of one shape are convolved in blocks: sizes, and the launches of the kernels.
 
-Axes: N images, C channels, H x W a map, R x S the window, M blocks of all images.
+Axes: N images, C channels, H x W a map, R x S the window, E elements, M blocks of all images.
 
 This module needs Triton.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..depthwise import block_kernels as kernels
 from ..geometry import Pair, ceil_div
+from . import block_kernels, element_kernels
 from .devices import adds_three_taps, float32_precision
-from .launching import LOAD_BYTES, Launch
-from .layouts import (
-    BLOCK_SIDE,
-    MAX_OFFSET,
-    is_channels_last,
-)
+from .launching import LOAD_BYTES, Launch, NewTensor, Pass
+from .layouts import BLOCK_SIDE, MAX_OFFSET, is_channels_last
 
-_CELLS: int = kernels.CELLS.value  # of a block
+Launches = list[tuple[Launch, Sequence[str]]]  # with the names of tensors
+
+_CELLS: int = block_kernels.CELLS.value  # of a block
+_CHANNELS: int = block_kernels.PACK_CHANNELS.value
 # The bank's gradient is summed in parts if there are fewer programs than this, so that a large GPU
 # is busy.
 MIN_PROGRAMS = 1056
@@ -41,11 +39,10 @@ STAGES = 3
 STAGES_ON_AMD = 2
 
 
-class BlockPlan(ABC):
-    """How maps of one shape are convolved on one device; keeps its launches.
+class BlockPlan:
+    """How maps of one shape are convolved on one device; keeps its passes.
 
-    Subclasses know what the bank is made of. In their methods, `kernel` is the window, or the
-    weight and positions that make it.
+    The bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E).
 
     Args:
         maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
@@ -53,7 +50,11 @@ class BlockPlan(ABC):
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
         dtype: The dtype of the blocks: bfloat16, float16 or float32.
+        elements: Number of elements of a kernel.
         has_bias: Whether a bias is added.
+        window_by_torch: Makes windows (C, 1, R, S) of weight and positions by torch's operations,
+            which can be differentiated twice.
+        clamps: Whether positions are clamped in place, too.
         output_dtype: The dtype of the output. Default: that of the blocks.
     """
 
@@ -64,7 +65,10 @@ class BlockPlan(ABC):
         stride: Pair,
         dtype: torch.dtype,
         *,
+        elements: int,
         has_bias: bool,
+        window_by_torch: Callable[[Tensor, Tensor], Tensor],
+        clamps: bool = False,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         images, channels, rows, columns = maps.shape
@@ -74,141 +78,176 @@ class BlockPlan(ABC):
         # Blocks that an output depends on, along each axis; no more than the map has.
         taps_down = 2 * min(ceil_div(window[0] // 2, BLOCK_SIDE), block_rows - 1) + 1
         taps_across = 2 * min(ceil_div(window[1] // 2, BLOCK_SIDE), block_columns - 1) + 1
-        self.input_shape = (images, channels, rows, columns)
-        self.output_shape = (
-            images,
-            channels,
-            ceil_div(rows, stride[0]),
-            ceil_div(columns, stride[1]),
-        )
-        self.input_dtype = maps.dtype
         self.dtype = dtype
-        self.output_dtype = output_dtype or dtype
         self.device = maps.device
         self.window = window
         self.stride = stride
+        self.elements = elements
         self.has_bias = has_bias
+        self.window_by_torch = window_by_torch
+        self.clamps = clamps
         self.channels = channels
         self.blocks = blocks
         self.taps = taps_down * taps_across
         # As kernels take them.
         self.map_sizes = (rows, columns, block_rows, block_columns, blocks)
         self.tap_sizes = (taps_down, taps_across)
-        self.blocks_shape = (channels, blocks, _CELLS)
-        self.bank_shape = (channels, self.taps, _CELLS, _CELLS)
-        self._packs: dict[tuple[object, ...], Launch] = {}
-        channels_last = is_channels_last(maps)
-        self._memory_format = torch.contiguous_format
-        if channels_last:
-            self._memory_format = torch.channels_last
-        self._unpack_output = self._unpack_launch(self.output_shape, channels_last, stride)
-        self._unpack_gradient = self._unpack_launch(self.input_shape, channels_last, (1, 1))
-        self._prepare_products((blocks, block_rows, block_columns, taps_down, taps_across))
+        self.product_sizes = (blocks, block_rows, block_columns, taps_down, taps_across)
+        self.precision = "ieee"  # of products; of no effect for 16 bits
+        if dtype == torch.float32:
+            self.precision = float32_precision()
+        self.stages = STAGES_ON_AMD if torch.version.hip else STAGES
+        self.channels_last = is_channels_last(maps)
+        self._memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        output_size = (ceil_div(rows, stride[0]), ceil_div(columns, stride[1]))
+        self.input = self._new_maps((images, channels, rows, columns), maps.dtype)
+        self.output = self._new_maps((images, channels, *output_size), output_dtype or dtype)
+        self._blocks = self._new(channels, blocks, _CELLS)
+        self._bank = self._new(channels, self.taps, _CELLS, _CELLS)
+        self._passes: dict[tuple[object, ...], Pass] = {}
 
-    def _prepare_products(self, sizes: tuple[int, ...]) -> None:
-        size = self.dtype.itemsize
-        precision = "ieee"  # of no effect for 16 bits
-        if self.dtype == torch.float32:
-            precision = float32_precision()
-        stages = STAGES_ON_AMD if torch.version.hip else STAGES
-        at_once = BLOCKS_AT_ONCE[size]
+    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> NewTensor:
+        return NewTensor.contiguous(shape, dtype or self.dtype, self.device)
 
-        def convolve(has_bias: bool, turned: bool) -> Launch:
-            return Launch(
-                kernels.convolve_blocks,
-                (ceil_div(self.blocks, at_once), self.channels, 1),
-                sizes,
-                (has_bias, turned, precision, at_once, STEP[size]),
-                warps=WARPS[size],
-                stages=stages,
-            )
+    def _new_maps(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> NewTensor:
+        _, channels, rows, columns = shape
+        strides = (channels * rows * columns, rows * columns, columns, 1)
+        if self.channels_last:
+            strides = (channels * rows * columns, 1, columns * channels, channels)
+        return NewTensor(shape, strides, dtype, self.device)
 
-        self._convolve = convolve(self.has_bias, False)
-        self._convolve_turned = convolve(False, True)
-        taps_down, taps_across = self.tap_sizes
-        three = taps_across == 3 and size == 2 and adds_three_taps(self.device)
-        programs = taps_down if three else self.taps
-        parts = ceil_div(MIN_PROGRAMS, self.channels * programs)
-        self.parts = max(1, min(parts, self.blocks // MIN_BLOCKS_IN_PART))
-        blocks_in_part = ceil_div(ceil_div(self.blocks, self.parts), STEP[size]) * STEP[size]
-        self._gradient_of_bank = Launch(
-            kernels.gradient_of_bank,
-            (programs, self.channels, self.parts),
-            (self.channels, blocks_in_part, *sizes),
-            (precision, STEP[size], three),
-            warps=GRADIENT_WARPS,
-            stages=stages,
-        )
+    def convolve(
+        self, maps: Tensor, bias: Tensor | None, weight: Tensor, positions: Tensor, *, saves: bool
+    ) -> list[Tensor]:
+        """Convolve: (N, C, H, W) -> (N, C, H', W').
 
-    @abstractmethod
-    def pack_with_bank(self, maps: Tensor, *kernel: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copy maps into blocks (C, M, CELLS), and make the bank (C, taps, CELLS, CELLS).
-
-        Also returns clamped positions, if the kernel has some: they can change before the backward
-        pass.
+        If `saves`, also return what the backward pass needs: blocks of the input (C, M, CELLS), the
+        bank (C, taps, CELLS, CELLS), and clamped positions, as positions may change before it.
         """
+        launches, maps = self._find_pass(maps, self._forward, saves, positions.dtype)
+        weight = weight.contiguous()
+        positions = positions.contiguous()
+        if bias is None:
+            return launches.run(maps, weight, positions)
+        return launches.run(maps, weight, positions, bias.contiguous())
 
-    @abstractmethod
-    def gradients_of_kernel(
-        self, partial_sums: Tensor, sums: Tensor, *kernel: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the bias and the kernel, from `gradient_of_bank` and `sums`."""
+    def gradients(
+        self,
+        gradient: Tensor,
+        blocks: Tensor,
+        bank: Tensor,
+        weight: Tensor,
+        clamped: Tensor,
+        *,
+        of_maps: bool,
+        of_kernel: bool,
+    ) -> list[Tensor]:
+        """Return gradients, from that of the output.
 
-    @abstractmethod
-    def window_by_torch(self, *kernel: Tensor) -> Tensor:
-        """Return the window (C, 1, R, S) by torch's operations, which can be differentiated."""
-
-    def pack_gradients(self, gradients: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the output's gradients into blocks like the inputs', and add up each block: (C, M).
-
-        With a stride of 2, zeros come between the gradients.
+        They are those of the maps, if `of_maps`, and of bias, weight and positions, if `of_kernel`.
         """
-        blocks = torch.empty_like(inputs)
-        sums = gradients  # without a bias, the kernel ignores them, but it must get a tensor
-        if self.has_bias:
-            sums = torch.empty(self.blocks_shape[:2], dtype=torch.float32, device=self.device)
-        launch, gradients = self.find_pack(gradients, self._pack_gradients_launch)
-        launch.run(gradients, blocks, sums)
-        return blocks, sums
+        launches, gradient = self._find_pass(gradient, self._backward, of_maps, of_kernel)
+        return launches.run(gradient, blocks, bank, weight.contiguous(), clamped)
 
-    def find_pack(self, maps: Tensor, make: Callable[[Tensor], Launch]) -> tuple[Launch, Tensor]:
-        """Return the launch that packs these maps, kept from an earlier call or new, and the maps.
+    def _find_pass(
+        self, maps: Tensor, make: Callable[..., Pass], *options: object
+    ) -> tuple[Pass, Tensor]:
+        """Return the pass that packs these maps, kept from an earlier call or new, and the maps.
 
         They are copied if they begin at a wrong address or their rows are too far apart.
         """
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and maps.data_ptr() % LOAD_BYTES:
+        if torch.compiler.is_compiling():
+            maps = self._packable(maps)
+            return make(maps.stride(), *options), maps
+        key = (maps.stride(), maps.data_ptr() % LOAD_BYTES, maps.dtype, *options)
+        found = self._passes.get(key)
+        if found is None:
+            packable = self._packable(maps)
+            if packable is not maps:
+                return self._find_pass(packable, make, *options)
+            found = self._passes[key] = make(maps.stride(), *options)
+        return found, maps
+
+    def _packable(self, maps: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and maps.data_ptr() % LOAD_BYTES:
             maps = maps.clone()
-        key = (make.__name__, maps.stride(), maps.dtype)
-        launch = None
-        if not is_compiling:
-            launch = self._packs.get(key)
-        if launch is None:
-            if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
-                return self.find_pack(maps.clone(memory_format=self._memory_format), make)
-            launch = make(maps)
-            if not is_compiling:
-                self._packs[key] = launch
-        return launch, maps
+        if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
+            maps = maps.clone(memory_format=self._memory_format)
+        return maps
 
-    def _pack_gradients_launch(self, maps: Tensor) -> Launch:
-        return self.copy_launch(maps.stride(), self.stride, unpack=False, sums=self.has_bias)
+    def _forward(self, strides: Sequence[int], saves: bool, positions_dtype: torch.dtype) -> Pass:
+        """Pack the maps and make the bank, convolve, and unpack."""
+        given = ["maps", "weight", "positions"]
+        results: dict[str, NewTensor | str] = {"output": self.output}
+        scratch = [{"convolved": self._blocks}]
+        if saves:
+            results |= {"blocks": self._blocks, "bank": self._bank, "clamped": "positions"}
+        else:
+            clamped = self._new(2, self.channels, 1, self.elements, dtype=positions_dtype)
+            scratch += [{"blocks": self._blocks}, {"bank": self._bank}, {"clamped": clamped}]
+        bias = "blocks"  # without one, the kernel ignores this argument, but it must be a tensor
+        if self.has_bias:
+            bias = "bias"
+            given.append(bias)
+        made_of = ("maps", "blocks", "weight", "positions", "clamped", "bank")
+        launches: Launches = [
+            (self._pack_and_make_bank(strides), made_of),
+            (self._product(self.has_bias, False), ("blocks", "bank", bias, "convolved")),
+            (self._unpack(self.output, self.stride), ("output", "convolved", "convolved")),
+        ]
+        return Pass(given, results, launches, scratch)
 
-    def _unpack_launch(self, shape: Sequence[int], channels_last: bool, steps: Pair) -> Launch:
-        _, channels, rows, columns = shape
-        strides = (channels * rows * columns, rows * columns, columns, 1)
-        if channels_last:
-            strides = (channels * rows * columns, 1, columns * channels, channels)
-        return self.copy_launch(strides, steps, unpack=True, sums=False)
+    def _backward(self, strides: Sequence[int], of_maps: bool, of_kernel: bool) -> Pass:
+        """Pack the output's gradient, and compute the gradients that are asked for."""
+        given = ["gradient", "blocks", "bank", "weight", "clamped"]
+        results: dict[str, NewTensor | str] = {}
+        scratch = [{"gradients": self._blocks}]
+        later: dict[str, NewTensor] = {}
+        sums = "gradient"  # without a bias, kernels ignore this argument, too
+        has_sums = self.has_bias and of_kernel
+        if has_sums:
+            sums = "sums"
+            scratch.append({sums: self._new(self.channels, self.blocks, dtype=torch.float32)})
+        pack = self._copy(strides, self.stride, unpack=False, sums=has_sums)
+        launches: Launches = [(pack, ("gradient", "gradients", sums))]
+        if of_maps:
+            results["grad_maps"] = self.input
+            later["convolved"] = self._blocks
+            launches += [
+                (self._product(False, True), ("gradients", "bank", "gradients", "convolved")),
+                (self._unpack(self.input, (1, 1)), ("grad_maps", "convolved", "convolved")),
+            ]
+        if of_kernel:
+            results["grad_bias"] = self._new(self.channels, dtype=torch.float32)
+            results |= {"grad_weight": "weight", "grad_positions": "clamped"}
+            of_bank, of_elements, parts = self._gradients_of_kernel()
+            later["partial_sums"] = self._new(parts, *self._bank.shape, dtype=torch.float32)
+            written = ("grad_weight", "grad_positions", "grad_bias")
+            launches += [
+                (of_bank, ("blocks", "gradients", "partial_sums")),
+                (of_elements, ("weight", "clamped", "partial_sums", sums, *written)),
+            ]
+        return Pass(given, results, launches, [*scratch, later])
 
-    def copy_launch(
-        self, strides: Sequence[int], steps: Pair, *, unpack: bool, sums: bool
-    ) -> Launch:
-        sizes, layout = self.layout_of(strides)
-        grid = (self.blocks, ceil_div(self.channels, kernels.PACK_CHANNELS.value), 1)
-        return Launch(kernels.pack, grid, sizes, (*steps, *layout, unpack, sums))
+    def _pack_and_make_bank(self, strides: Sequence[int]) -> Launch:
+        sizes, layout = self._layout_of(strides)
+        programs = self.blocks + self.taps * _CHANNELS
+        return Launch(
+            element_kernels.pack_and_make_bank,
+            (programs, ceil_div(self.channels, _CHANNELS), 1),
+            (*sizes, *self.tap_sizes, self.elements),
+            (*layout, *self.window, self.clamps),
+        )
 
-    def layout_of(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
+    def _unpack(self, maps: NewTensor, steps: Pair) -> Launch:
+        return self._copy(maps.strides, steps, unpack=True, sums=False)
+
+    def _copy(self, strides: Sequence[int], steps: Pair, *, unpack: bool, sums: bool) -> Launch:
+        sizes, layout = self._layout_of(strides)
+        grid = (self.blocks, ceil_div(self.channels, _CHANNELS), 1)
+        return Launch(block_kernels.pack, grid, sizes, (*steps, *layout, unpack, sums))
+
+    def _layout_of(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
         """Return the sizes and the constants of `pack` for maps of these strides."""
         channels_adjacent = strides[1] == 1
         columns_adjacent = strides[3] == 1 and not channels_adjacent
@@ -223,87 +262,41 @@ class BlockPlan(ABC):
         sizes = (*strides_in_units, self.channels // unit, *self.map_sizes)
         return sizes, (unit, channels_adjacent, columns_adjacent)
 
-    def convolve(self, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve blocks (C, M, CELLS) to maps (N, C, H', W')."""
-        outputs = torch.empty_like(blocks)
-        # Without a bias, the kernel ignores this argument, but it must be a tensor.
-        added = blocks if bias is None else bias.contiguous()
-        self._convolve.run(blocks, bank, added, outputs)
-        return self._unpack(self._unpack_output, outputs, self.output_shape, self.output_dtype)
-
-    def gradient_of_input(self, gradients: Tensor, bank: Tensor) -> Tensor:
-        """Return the gradient of the input (N, C, H, W) from that of the output, in blocks."""
-        outputs = torch.empty_like(gradients)
-        self._convolve_turned.run(gradients, bank, gradients, outputs)
-        return self._unpack(self._unpack_gradient, outputs, self.input_shape, self.input_dtype)
-
-    def _unpack(
-        self,
-        unpack: Launch,
-        blocks: Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        maps = torch.empty(
-            shape, dtype=dtype, device=self.device, memory_format=self._memory_format
-        )
-        unpack.run(maps, blocks, blocks)
-        return maps
-
-    def gradient_of_bank(self, blocks: Tensor, gradients: Tensor) -> Tensor:
-        """Return the bank's gradient as partial sums (parts, C, taps, CELLS, CELLS) in float32."""
-        partial_sums = torch.empty(
-            (self.parts, *self.bank_shape), dtype=torch.float32, device=self.device
-        )
-        self._gradient_of_bank.run(blocks, gradients, partial_sums)
-        return partial_sums
-
-
-class WindowPlan(BlockPlan):
-    """A plan whose bank is made of windows (C, 1, R, S)."""
-
-    def __init__(
-        self, maps: Tensor, window: Pair, stride: Pair, dtype: torch.dtype, *, has_bias: bool
-    ) -> None:
-        super().__init__(maps, window, stride, dtype, has_bias=has_bias)
-        rows, columns = window
-        self._bank_of_window = Launch(
-            kernels.bank_of_window, (self.taps, self.channels, 1), self.tap_sizes, window
-        )
-        self._gradient_of_window = Launch(
-            kernels.gradient_of_window,
-            (ceil_div(rows * columns, kernels.GATHERED.value), self.channels, 1),
-            (self.channels, self.parts, self.blocks, *self.tap_sizes),
-            (rows, columns, has_bias),
+    def _product(self, has_bias: bool, turned: bool) -> Launch:
+        size = self.dtype.itemsize
+        return Launch(
+            block_kernels.convolve_blocks,
+            (ceil_div(self.blocks, BLOCKS_AT_ONCE[size]), self.channels, 1),
+            self.product_sizes,
+            (has_bias, turned, self.precision, BLOCKS_AT_ONCE[size], STEP[size]),
+            warps=WARPS[size],
+            stages=self.stages,
         )
 
-    def pack_with_bank(self, maps: Tensor, *kernel: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Copy maps into blocks, and make the bank of a window."""
-        (window,) = kernel
-        blocks = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
-        launch, maps = self.find_pack(maps, self._pack_launch)
-        launch.run(maps, blocks, maps)
-        bank = blocks.new_empty(self.bank_shape)
-        self._bank_of_window.run(window.contiguous(), bank)
-        return blocks, bank, None
-
-    def _pack_launch(self, maps: Tensor) -> Launch:
-        return self.copy_launch(maps.stride(), (1, 1), unpack=False, sums=False)
-
-    def gradients_of_kernel(
-        self, partial_sums: Tensor, sums: Tensor, *kernel: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the bias (C) and the window (C, 1, R, S)."""
-        (window,) = kernel
-        gradient = torch.empty_like(window, memory_format=torch.contiguous_format)
-        grad_bias = partial_sums.new_empty(self.channels)
-        self._gradient_of_window.run(partial_sums, sums, gradient, grad_bias)
-        return grad_bias, gradient
-
-    def window_by_torch(self, *kernel: Tensor) -> Tensor:
-        """Return the window itself."""
-        (window,) = kernel
-        return window
+    def _gradients_of_kernel(self) -> tuple[Launch, Launch, int]:
+        """Return the launches for the gradients of the bank and of elements, and its parts."""
+        step = STEP[self.dtype.itemsize]
+        taps_down, taps_across = self.tap_sizes
+        three = taps_across == 3 and self.dtype.itemsize == 2 and adds_three_taps(self.device)
+        programs = taps_down if three else self.taps
+        parts = ceil_div(MIN_PROGRAMS, self.channels * programs)
+        parts = max(1, min(parts, self.blocks // MIN_BLOCKS_IN_PART))
+        blocks_in_part = ceil_div(ceil_div(self.blocks, parts), step) * step
+        of_bank = Launch(
+            block_kernels.gradient_of_bank,
+            (programs, self.channels, parts),
+            (self.channels, blocks_in_part, *self.product_sizes),
+            (self.precision, step, three),
+            warps=GRADIENT_WARPS,
+            stages=self.stages,
+        )
+        of_elements = Launch(
+            element_kernels.element_gradients_of_bank,
+            (self.channels, ceil_div(self.elements, block_kernels.GATHERED.value), 1),
+            (self.channels, self.elements, parts, self.blocks, *self.tap_sizes),
+            (*self.window, self.has_bias),
+        )
+        return of_bank, of_elements, parts
 
 
 def max_offset(maps: Tensor) -> int:

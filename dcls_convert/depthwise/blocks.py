@@ -14,24 +14,65 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ..geometry import Pair
 from .block_plan import BlockPlan
 from .eager import is_batched
 from .layouts import BLOCK_SIDE
 
 
-def convolve_by_plan(plan: BlockPlan, maps: Tensor, bias: Tensor | None, *kernel: Tensor) -> Tensor:
+def convolve_by_plan(
+    plan: BlockPlan, maps: Tensor, bias: Tensor | None, weight: Tensor, positions: Tensor
+) -> Tensor:
     """Convolve with "same" padding: (N, C, H, W), bias (C) -> (N, C, H', W').
 
-    `kernel` is what the plan's bank is made of. The output is in the input's memory format.
+    weight (C, 1, E) and positions (2, C, 1, E) make the kernels. The output is in the input's
+    memory format.
     """
     if is_on_another_gpu(maps):
         with torch.cuda.device(maps.device):
-            return convolve_by_plan(plan, maps, bias, *kernel)
-    tensors = [tensor for tensor in (maps, bias, *kernel) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return cast(Tensor, _Convolution.apply(plan, maps, bias, *kernel)[0])
-    blocks, bank, _ = plan.pack_with_bank(maps, *kernel)
-    return plan.convolve(blocks, bank, bias)
+            return convolve_by_plan(plan, maps, bias, weight, positions)
+    if torch.is_grad_enabled() and (
+        maps.requires_grad
+        or weight.requires_grad
+        or positions.requires_grad
+        or (bias is not None and bias.requires_grad)
+    ):
+        return cast(Tensor, _Convolution.apply(plan, maps, bias, weight, positions)[0])
+    return plan.convolve(maps, bias, weight, positions, saves=False)[0]
+
+
+def convolver_of_windows(
+    maps: Tensor, window: Pair, stride: Pair, dtype: torch.dtype, *, has_bias: bool
+) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:
+    """Return the function that convolves maps like these with kernels (C, 1, R, S).
+
+    A kernel is an element on each of its cells.
+    """
+    channels = maps.shape[1]
+    cells = window[0] * window[1]
+    cell = torch.arange(cells, device=maps.device)
+    rows = cell // window[1] - window[0] // 2
+    columns = cell % window[1] - window[1] // 2
+    positions = torch.stack([rows, columns]).to(torch.float32)
+    positions = positions[:, None, None].expand(2, channels, 1, cells).contiguous()
+
+    def window_by_torch(weight: Tensor, positions: Tensor) -> Tensor:
+        return weight.reshape(channels, 1, *window)
+
+    plan = BlockPlan(
+        maps,
+        window,
+        stride,
+        dtype,
+        elements=cells,
+        has_bias=has_bias,
+        window_by_torch=window_by_torch,
+    )
+
+    def convolve(maps: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
+        return convolve_by_plan(plan, maps, bias, kernel.flatten(2), positions)
+
+    return convolve
 
 
 def is_on_another_gpu(tensor: Tensor) -> bool:
@@ -42,7 +83,7 @@ def is_on_another_gpu(tensor: Tensor) -> bool:
 
 
 class _Convolution(Function):
-    """Maps (N, C, H, W), bias (C), kernel (see `BlockPlan`) -> maps (N, C, H', W').
+    """Maps (N, C, H, W), bias (C), weight (C, 1, E), positions (2, C, 1, E) -> (N, C, H', W').
 
     Blocks and clamped positions are outputs too, so that gradients of gradients flow through them.
     The bank is only for the backward pass by kernels.
@@ -50,17 +91,17 @@ class _Convolution(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: BlockPlan, maps: Tensor, bias: Tensor | None, *kernel: Tensor
-    ) -> tuple[Tensor, ...]:
-        blocks, bank, clamped = plan.pack_with_bank(maps, *kernel)
+        ctx: Any,
+        plan: BlockPlan,
+        maps: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        output, blocks, bank, clamped = plan.convolve(maps, bias, weight, positions, saves=True)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        if clamped is not None:
-            kernel = (*kernel[:-1], clamped)
-        ctx.save_for_backward(blocks, bank, *kernel)
-        output = plan.convolve(blocks, bank, bias)
-        if clamped is None:  # dynamo cannot trace an output that is None
-            return output, blocks
+        ctx.save_for_backward(blocks, bank, weight, clamped)
         return output, blocks, clamped
 
     @staticmethod
@@ -68,64 +109,62 @@ class _Convolution(Function):
         ctx: Any,
         grad_output: Tensor | None,
         grad_blocks: Tensor | None,
-        grad_clamped: Tensor | None = None,
+        grad_clamped: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
-        blocks, bank, *kernel = ctx.saved_tensors
+        blocks, bank, weight, clamped = ctx.saved_tensors
         if needs_torch(grad_output, grad_blocks, grad_clamped):
             return None, *_backward_by_torch(
-                plan, blocks, kernel, grad_output, grad_blocks, grad_clamped
+                plan, (blocks, weight, clamped), grad_output, grad_blocks, grad_clamped
             )
         grad_output = cast(Tensor, grad_output)
-        _, wants_maps, wants_bias, *wants_kernel = ctx.needs_input_grad
-        gradients, sums = plan.pack_gradients(grad_output, blocks)
-        grad_maps: Tensor | None = None
-        grad_bias: Tensor | None = None
-        grad_kernel: Sequence[Tensor | None] = [None] * len(kernel)
-        if wants_maps:
-            grad_maps = plan.gradient_of_input(gradients, bank)
-        if any(wants_kernel):
-            partial_sums = plan.gradient_of_bank(blocks, gradients)
-            grad_bias, *grad_kernel = plan.gradients_of_kernel(partial_sums, sums, *kernel)
-        elif wants_bias:
-            grad_bias = sums.sum(1)
-        if not wants_bias:  # perhaps there is none
-            grad_bias = None
-        return None, grad_maps, grad_bias, *grad_kernel
+        _, of_maps, of_bias, of_weight, of_positions = ctx.needs_input_grad
+        of_kernel = of_weight or of_positions
+        gradients: list[Tensor | None] = []
+        if of_maps or of_kernel:
+            gradients += plan.gradients(
+                grad_output, blocks, bank, weight, clamped, of_maps=of_maps, of_kernel=of_kernel
+            )
+        if not of_maps:
+            gradients.insert(0, None)
+        if not of_kernel:
+            gradients += (None, None, None)
+            if of_bias:
+                gradients[1] = grad_output.sum((0, 2, 3), dtype=torch.float32)
+        elif not plan.has_bias:
+            gradients[1] = None
+        return None, *gradients
 
 
 def _backward_by_torch(
     plan: BlockPlan,
-    blocks: Tensor,
-    kernel: Sequence[Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     grad_output: Tensor | None,
     grad_blocks: Tensor | None,
     grad_clamped: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of maps, bias and kernel."""
+    """Return the gradients of maps, bias, weight and positions; saved are blocks and elements."""
 
-    def convolve(blocks: Tensor, *kernel: Tensor) -> Tensor:
-        window = plan.window_by_torch(*kernel)
+    def convolve(blocks: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+        window = plan.window_by_torch(weight, positions).to(plan.dtype)
         padding = (plan.window[0] // 2, plan.window[1] // 2)
         maps = _maps_of_blocks(blocks, plan)
         with torch.autocast(plan.device.type, enabled=False):
-            return F.conv2d(
-                maps, window.to(plan.dtype), None, plan.stride, padding, groups=plan.channels
-            )
+            return F.conv2d(maps, window, None, plan.stride, padding, groups=plan.channels)
 
     grad_bias: Tensor | None = None
-    grad_kernel: list[Tensor | None] = [None] * len(kernel)
+    grad_weight: Tensor | None = None
     if grad_output is not None:
-        found = gradients_by_torch(convolve, (blocks, *kernel), grad_output.to(plan.dtype))
+        found = gradients_by_torch(convolve, saved, grad_output.to(plan.dtype))
         grad_blocks = add(found[0], grad_blocks)
-        grad_kernel = list(found[1:])
+        grad_weight = found[1]
+        grad_clamped = add(found[2], grad_clamped)
         if plan.has_bias:
             grad_bias = grad_output.sum((0, 2, 3))
-    grad_kernel[-1] = add(grad_kernel[-1], grad_clamped)
     grad_maps: Tensor | None = None
     if grad_blocks is not None:
-        grad_maps = _maps_of_blocks(grad_blocks, plan).to(plan.input_dtype)
-    return grad_maps, grad_bias, *grad_kernel
+        grad_maps = _maps_of_blocks(grad_blocks, plan).to(plan.input.dtype)
+    return grad_maps, grad_bias, grad_weight, grad_clamped
 
 
 def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
@@ -147,7 +186,10 @@ def needs_torch(grad_output: Tensor | None, *grad_saved: Tensor | None) -> bool:
         return False
     if grad_output is None or torch.is_grad_enabled() or is_batched(grad_output):
         return True
-    return any(gradient is not None for gradient in grad_saved)
+    for gradient in grad_saved:
+        if gradient is not None:
+            return True
+    return False
 
 
 def gradients_by_torch(
@@ -155,7 +197,7 @@ def gradients_by_torch(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `function(*inputs)`, differentiable if gradients are enabled.
 
-    Inputs that need no gradient get None.
+    Inputs that need no gradient, or are not used, get None.
     """
     with torch.enable_grad():
         output = function(*inputs)
@@ -166,6 +208,7 @@ def gradients_by_torch(
         [tensor for tensor in inputs if tensor.requires_grad],
         grad_output,
         create_graph=torch.is_grad_enabled(),
+        allow_unused=True,
     )
     gradients = iter(found)
     return tuple(next(gradients) if tensor.requires_grad else None for tensor in inputs)

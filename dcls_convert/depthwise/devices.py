@@ -75,10 +75,11 @@ def _why_triton_fails(device: torch.device) -> str | None:
 
 def _compile_a_kernel(device: torch.device) -> None:
     """Compile and load a kernel; any exception says what is missing."""
-    from .block_kernels import bank_of_window
+    from .element_kernels import element_gradients_of_windows
 
+    tensors = [torch.float32] * 5
     with torch.cuda.device(device):
-        program = bank_of_window.warmup(torch.float32, torch.float32, 1, 1, 3, 3, grid=(1, 1, 1))
+        program = element_gradients_of_windows.warmup(*tensors, 1, 1, 3, 3, grid=(1, 1, 1))
         program[1, 1, 1]  # loads the program and its launcher
 
 

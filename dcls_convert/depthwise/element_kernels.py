@@ -1,7 +1,7 @@
 """Triton kernels from the elements of 2-D kernels to windows, and back to the elements' gradients.
 
-Bilinear interpolation, as in `layers.bilinear`: positions are clamped to the window, and at a kink the
-derivative is right-hand, or points inward at the upper border. NaN stays NaN.
+Bilinear interpolation, as in `layers.bilinear`: positions are clamped to the window, and at a kink
+the derivative is right-hand, or points inward at the upper border. NaN stays NaN.
 
 Axes: N kernels, E elements, R x S the window. Weight is (N, E), positions are (2, N, E) in cells
 from the centre. In 64 x 64 matrices, `block_kernels` says what the rows and columns are.
@@ -81,8 +81,12 @@ def construct(
     S: tl.constexpr,
     CELLS_PADDED: tl.constexpr,
     KERNELS: tl.constexpr,
+    CLAMP: tl.constexpr,
 ):
-    """Construct KERNELS windows (N, R, S), and write clamped positions (2, N, E)."""
+    """Construct KERNELS windows (N, R, S), and write clamped positions (2, N, E).
+
+    If CLAMP, positions are clamped in place, too.
+    """
     kernel = tl.program_id(0) * KERNELS + tl.arange(0, KERNELS)[:, None]
     cell = tl.arange(0, CELLS_PADDED)[None, :]
     is_kernel = kernel < kernels
@@ -95,6 +99,9 @@ def construct(
         x, fraction_x, clamped_x = place_in_window(positions, second + offset, is_kernel, S)
         tl.store(clamped + offset, clamped_y, mask=is_kernel)
         tl.store(clamped + second + offset, clamped_x, mask=is_kernel)
+        if CLAMP:
+            tl.store(positions + offset, clamped_y, mask=is_kernel)
+            tl.store(positions + second + offset, clamped_x, mask=is_kernel)
         value = tl.load(weight + offset, mask=is_kernel, other=0.0).to(tl.float32)
         total += value * shares(cell // S, y, fraction_y) * shares(cell % S, x, fraction_x)
     windows += kernel.to(tl.int64) * (R * S) + cell

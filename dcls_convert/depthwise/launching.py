@@ -1,73 +1,245 @@
-"""Launch Triton kernels with little work on the host.
+"""Launch Triton kernels with little work on the host: those of a pass by one call.
 
 Triton's own launch inspects all arguments in every call, to find the program that was compiled for
-them. A `Launch` finds its program once, and then calls Triton's launcher itself.
+them. A `Pass` finds its programs once. On NVIDIA's GPUs, a function in C (`launch.c`) then launches
+them all, on addresses. Elsewhere, and if it cannot be built, Triton launches each; so it does under
+`torch.compile`, where launches become parts of the graph, and in Triton's interpreter.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import math
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ..geometry import ceil_div
+from ..progress import logger
+from ..text import one_line, shortened
+
 LOAD_BYTES = 16  # bytes; kernels load and store so many at once
+SCRATCH_ALIGNMENT = 256  # bytes
+WARP = 32  # threads of NVIDIA's GPUs
 
 
-class Launch:
-    """A kernel with everything but its tensors, whose dtypes and device never change.
+class NewTensor(NamedTuple):
+    """A tensor that is made at each use, with uninitialised values."""
 
-    Tensors must begin at multiples of LOAD_BYTES, as torch allocates them, unless the kernel
-    excludes them from specialisation. It must exclude the sizes. Under `torch.compile`, the launch
-    becomes a part of the graph; in Triton's interpreter, the kernel is interpreted.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # it is dense
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def contiguous(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> "NewTensor":
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        return cls(shape, tuple(strides), dtype, device)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def maker(self) -> Callable[[], Tensor]:
+        """Return the function that makes it."""
+        shape, strides, dtype, device = self
+        return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+class Launch(NamedTuple):
+    """A kernel with everything but its tensors.
 
     Args:
-        kernel: A function of tensors, then sizes, then constants.
+        kernel: A function of tensors, then sizes, then constants. It must exclude the sizes from
+            specialisation, and the tensors that may begin at any address; the others begin at
+            multiples of LOAD_BYTES, as torch allocates them.
         grid: Programs along each axis.
         sizes: Integers that the compiled program takes.
         constants: What the program is compiled for.
         warps, stages: Options of the compiler.
     """
 
-    __slots__ = ("arguments", "grid", "kernel", "options", "run")
+    kernel: Any
+    grid: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    constants: tuple[object, ...]
+    warps: int = 4
+    stages: int = 1
+
+    def by_triton(self, tensors: Sequence[Tensor]) -> None:
+        """Launch by Triton, for any tensors."""
+        self.kernel[self.grid](
+            *tensors,
+            *self.sizes,
+            *self.constants,
+            num_warps=self.warps,
+            num_stages=self.stages,
+        )
+
+
+class Pass:
+    """Launches, one after the other, on tensors whose dtypes and device never change.
+
+    `run` takes the given tensors, and returns the results.
+
+    Args:
+        given: Names of tensors, which are contiguous but for maps.
+        results: Tensors that the pass makes, by name, or the name of a given one that they are
+            like.
+        launches: Each with the names of its kernel's tensors.
+        scratch: Further tensors, which are needed only during the pass, by name. Those of a group
+            are never needed at the same time, and share memory.
+    """
+
+    __slots__ = ("given", "launches", "results", "run", "scratch")
 
     def __init__(
         self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        sizes: tuple[int, ...],
-        constants: tuple[object, ...],
-        *,
-        warps: int = 4,
-        stages: int = 1,
+        given: Sequence[str],
+        results: dict[str, NewTensor | str],
+        launches: Sequence[tuple[Launch, Sequence[str]]],
+        scratch: Sequence[dict[str, NewTensor]] = (),
     ) -> None:
-        self.kernel = kernel
-        self.grid = grid
-        self.arguments = (*sizes, *constants)
-        self.options = {"num_warps": warps, "num_stages": stages}
-        self.run: Callable[..., None] = self._first_run  # launches with these tensors
+        self.given = given
+        self.results = results
+        self.launches = launches
+        self.scratch = scratch
+        self.run: Callable[..., list[Tensor]] = self._first_run
 
-    def _first_run(self, *tensors: Tensor) -> None:
-        if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):
-            self.kernel[self.grid](*tensors, *self.arguments, **self.options)
-            return
-        # Compile the kernel, or find it in Triton's cache.
-        program = self.kernel.warmup(*tensors, *self.arguments, grid=self.grid, **self.options)
-        program[self.grid]  # loads it on the current device
-        launcher = program.run
-        function = program.function
-        metadata = program.packed_metadata
-        device = driver.active.get_current_device()
+    def _first_run(self, *given: Tensor) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return self.by_triton(*given)
+        self.run = self.by_driver(given) or self.by_triton
+        return self.run(*given)
+
+    def by_triton(self, *given: Tensor) -> list[Tensor]:
+        """Run by Triton, with a tensor for each name."""
+        tensors = dict(zip(self.given, given, strict=True))
+        results: list[Tensor] = []
+        for name, new in self.results.items():
+            if isinstance(new, str):
+                tensors[name] = torch.empty_like(tensors[new])
+            else:
+                tensors[name] = new.maker()()
+            results.append(tensors[name])
+        for group in self.scratch:
+            for name, scratch in group.items():
+                tensors[name] = scratch.maker()()
+        for launch, names in self.launches:
+            launch.by_triton([tensors[name] for name in names])
+        return results
+
+    def by_driver(self, given: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None:
+        """Return the function that runs by one call of CUDA's driver; None if there is none."""
+        if not all(isinstance(launch.kernel, JITFunction) for launch, _ in self.launches):
+            return None  # interpreted
+        launch_all = launch_function()
+        if launch_all is None:
+            return None
+        device = given[0].device
+        dtypes: dict[str, torch.dtype] = {}
+        places: dict[str, tuple[int, int]] = {}  # number of an address, and bytes from there
+        makers: list[Callable[[], Tensor]] = []
+        for name, tensor in zip(self.given, given, strict=True):
+            places[name] = (len(places), 0)
+            dtypes[name] = tensor.dtype
+        for name, new in self.results.items():
+            if isinstance(new, str):
+                like = given[self.given.index(new)]
+                new = NewTensor(tuple(like.shape), like.stride(), like.dtype, device)
+            places[name] = (len(places), 0)
+            dtypes[name] = new.dtype
+            makers.append(new.maker())
+        scratch_number = len(places)
+        scratch_bytes = 0
+        for group in self.scratch:
+            for name, new in group.items():
+                places[name] = (scratch_number, scratch_bytes)
+                dtypes[name] = new.dtype
+            most = max(new.bytes for new in group.values())
+            scratch_bytes += ceil_div(most, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        launches = b""
+        for launch, names in self.launches:
+            program = compiled_program(launch, tuple(dtypes[name] for name in names), device)
+            launches += packed(launch, program, [places[name] for name in names])
+        index = driver.active.get_current_device()
         current_stream = driver.active.get_current_stream
-        x, y, z = self.grid
-        arguments = self.arguments
 
-        def run(*tensors: Tensor) -> None:
-            # As torch's inductor launches; without launch metadata and hooks, which are for
-            # Triton's own profiler.
-            stream = current_stream(device)
-            launcher(x, y, z, stream, function, metadata, None, None, None, *tensors, *arguments)
+        def run(*given: Tensor) -> list[Tensor]:
+            results = [make() for make in makers]
+            addresses = [tensor.data_ptr() for tensor in (*given, *results)]
+            if scratch_bytes:
+                scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+                addresses.append(scratch.data_ptr())
+            launch_all(launches, index, current_stream(index), *addresses)
+            return results
 
-        self.run = run
-        run(*tensors)
+        return run
+
+
+def packed(launch: Launch, program: Any, places: Sequence[tuple[int, int]]) -> bytes:
+    """Return a launch as `launch.c` reads it; places are of its tensors: address, offset."""
+    pointers = [number for place in places for number in place]
+    return struct.pack(
+        f"=Q8I{len(pointers) + len(launch.sizes)}q",
+        program.function,
+        *launch.grid,
+        launch.warps * WARP,
+        program.metadata.shared,
+        len(places),
+        len(launch.sizes),
+        0,
+        *pointers,
+        *launch.sizes,
+    )
+
+
+# The programs that were compiled, and loaded on a GPU, by all that they depend on.
+_programs: dict[tuple[object, ...], Any] = {}
+
+
+def compiled_program(launch: Launch, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Any:
+    """Return the program of a launch, compiled and loaded on the current GPU."""
+    key = (launch.kernel, dtypes, launch.constants, launch.warps, launch.stages, device)
+    program = _programs.get(key)
+    if program is None:
+        program = launch.kernel.warmup(
+            *dtypes,
+            *launch.sizes,
+            *launch.constants,
+            grid=launch.grid,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+        program[launch.grid]  # loads it
+        _programs[key] = program
+    return program
+
+
+@functools.cache
+def launch_function() -> Callable[..., None] | None:
+    """Build the function of `launch.c`, as Triton builds its own; None if that is impossible."""
+    if torch.version.hip:
+        return None
+    source = Path(__file__).with_name("launch.c").read_text(encoding="utf-8")
+    try:
+        from triton.runtime.build import compile_module_from_src  # no public API
+
+        module: Any = compile_module_from_src(src=source, name="dcls_convert_launch")
+    except Exception as error:
+        logger.warning(
+            "launching kernels takes more of the host's time, because a function in C cannot be "
+            "built: %s",
+            shortened(one_line(error), 200),
+        )
+        return None
+    run: Callable[..., None] = module.run
+    return run

@@ -122,6 +122,7 @@ def _can_blocks(spec: ConvSpec) -> bool:
         and spec.groups <= MAX_CHANNELS
         and spec.dtype in BLOCKS_DTYPES
         and rows % 2 == columns % 2 == 1
+        and min(spec.window) > 1
         and max(spec.window) <= MAX_WINDOW_SIDE
         and spec.padding == (rows // 2, columns // 2)
         and set(spec.stride) <= {1, 2}
@@ -137,11 +138,11 @@ def _are_blocks_best(spec: ConvSpec) -> bool:
 
 
 def _by_blocks(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
-    from .block_plan import WindowPlan  # needs Triton
-    from .blocks import convolve_by_plan
+    from .blocks import convolver_of_windows  # needs Triton
 
-    plan = WindowPlan(input, spec.window, spec.stride, spec.dtype, has_bias=bias is not None)
-    return functools.partial(convolve_by_plan, plan)
+    return convolver_of_windows(
+        input, spec.window, spec.stride, spec.dtype, has_bias=bias is not None
+    )
 
 
 def _can_products(spec: ConvSpec) -> bool:

@@ -28,31 +28,44 @@ class ConvCache(dict[tuple[object, ...], PreparedConv]):
         return ConvCache, ()
 
     def keep(self, key: tuple[object, ...], conv: PreparedConv) -> None:
-        """Remember a convolution, and forget all others if there are many."""
+        """Remember a convolution, and forget the oldest one if there are many."""
         if len(self) >= MAX_CONVS:
-            self.clear()
+            del self[next(iter(self))]
         self[key] = conv
 
 
-def key_of(
-    input: Tensor, weight: Tensor, positions: Tensor, bias: Tensor | None
-) -> tuple[object, ...]:
-    """Return a key that is equal for inputs that one prepared convolution takes.
+@functools.cache
+def _device_type(device: torch.device) -> str:
+    """Return `device.type`, which is a new string at each call and takes microseconds."""
+    return device.type
 
-    The settings of the layer are not a part of it.
-    """
+
+def key_of(
+    layer: Any,
+    input: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    padding: Padding,
+) -> tuple[object, ...]:
+    """Return a key that is equal for calls that one prepared convolution serves."""
     device = input.device
-    device_type = device.type
+    device_type = _device_type(device)
     dtype = input.dtype
     if device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     return (
+        layer.training,
+        layer.output_dtype,
+        padding,
+        layer.stride,
+        layer.dilation,
         input.shape,
         input.stride(),
         input.dtype,
         device,
         dtype,
-        device_type == "cuda" and dtype == torch.float32 and float32_precision(),
+        dtype is torch.float32 and device_type == "cuda" and float32_precision(),
         weight.dtype,
         weight.device,
         positions.dtype,
@@ -112,20 +125,22 @@ def prepare_conv(
     )
     if not is_fused:
         return PreparedConv(algorithm.prepare(spec, input, bias), is_fused=False)
-    from ..depthwise.blocks import convolve_by_plan  # needs Triton
-    from .gpu_construction import ElementPlan
+    from ..depthwise.block_plan import BlockPlan  # needs Triton
+    from ..depthwise.blocks import convolve_by_plan
+    from .gpu_construction import construct_by_torch
 
-    plan = ElementPlan(
+    plan = BlockPlan(
         input,
         spec.window,
         spec.stride,
         spec.dtype,
-        has_bias=bias is not None,
-        output_dtype=layer.output_dtype,
         elements=layer.kernel_count,
+        has_bias=bias is not None,
+        window_by_torch=functools.partial(construct_by_torch, size=spec.window),
         # A compiled program could lose what a kernel changes in a parameter.
         clamps=(
             layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
         ),
+        output_dtype=layer.output_dtype,
     )
     return PreparedConv(functools.partial(convolve_by_plan, plan), is_fused=True)

@@ -313,17 +313,24 @@ class DclsLayer(CheckedLayer):
 
     def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
         """Convolve by the algorithm that the table gives; blocks need no constructed kernel."""
-        weight = self.weight
-        positions = self.positions
-        bias = self.bias
-        tensors = [input, weight, positions]
-        if bias is not None:
-            tensors.append(bias)
-        eager = is_eager(*tensors) and not is_counting_flops()
+        own = self._parameters  # read here, as calls of `__getattr__` take time
+        weight: Tensor | None = own.get("weight")
+        if weight is None:
+            weight = self.weight
+        positions: Tensor | None = own.get("positions")
+        if positions is None:
+            positions = self.positions
+        bias = own.get("bias")
+        if bias is None:
+            bias = self.bias
+        if bias is None:
+            eager = is_eager(input, weight, positions)
+        else:
+            eager = is_eager(input, weight, positions, bias)
+        eager = eager and not is_counting_flops()
         prepared = None
         if eager:
-            settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
-            key = (*settings, *key_of(input, weight, positions, bias))
+            key = key_of(self, input, weight, positions, bias, padding)
             prepared = self._convs.get(key)
         if prepared is None:
             prepared = prepare_conv(self, input, weight, positions, bias, padding, eager=eager)
@@ -331,9 +338,11 @@ class DclsLayer(CheckedLayer):
                 self._convs.keep(key, prepared)
         convolve, is_fused = prepared
         if is_fused:
-            if torch.compiler.is_compiling():
+            if not eager:
                 self._clamp_before_use_(positions, None)
-            return convolve(input, bias, self.traits.effective_weight(self, weight), positions)
+            if self.traits.transform_weight is not None:
+                weight = self.traits.transform_weight(self, weight)
+            return convolve(input, bias, weight, positions)
         output = convolve(input, bias, self._clamped_kernel(weight, positions, eager=eager))
         if self.output_dtype is None:
             return output

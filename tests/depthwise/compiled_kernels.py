@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 import dcls_convert
 from dcls_convert.depthwise import block_plan, devices, table
-from dcls_convert.depthwise.launching import Launch
+from dcls_convert.depthwise.launching import Launch, Pass
 from dcls_convert.layers import gpu_construction
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.gpu_construction import construct_windows
@@ -69,20 +69,26 @@ def as_on(target: GPUTarget, *, tf32: bool = False):
     """Let layers on the CPU launch what they launch on this GPU; yields the launches."""
     recorded: dict[Recorded, None] = {}
 
-    def record(launch, *tensors):
-        arguments = zip(launch.kernel.params[len(tensors) :], launch.arguments, strict=True)
-        constants = [(one.name, value) for one, value in arguments if one.is_constexpr]
-        dtypes = tuple(tensor.dtype for tensor in tensors)
-        options = launch.options.values()
-        recorded[Recorded(launch.kernel, dtypes, tuple(constants), *options)] = None
+    def record(launch, tensors):
+        constants = [one.name for one in launch.kernel.params if one.is_constexpr]
+        recorded[
+            Recorded(
+                launch.kernel,
+                tuple(tensor.dtype for tensor in tensors),
+                tuple(zip(constants, launch.constants, strict=True)),
+                launch.warps,
+                launch.stages,
+            )
+        ] = None
 
     def adds_three_taps(device):
         return target.backend == "cuda" and target.arch // 10 in devices.THREE_TAPS_ON_NVIDIA
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "_first_run", record)
+        patch.setattr(Pass, "by_driver", lambda one_pass, tensors: None)
+        patch.setattr(Launch, "by_triton", record)
         patch.setattr(devices, "_why_no_blocks", lambda device: None)
-        patch.setattr(gpu_construction, "_launches", {})
+        patch.setattr(gpu_construction, "_passes", {})
         patch.setattr(block_plan, "adds_three_taps", adds_three_taps)
         patch.setattr(table, "preference", lambda: "blocks")
         if target.backend == "hip":

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 
 from dcls_convert.depthwise import block_plan, table
-from dcls_convert.depthwise.block_plan import WindowPlan
-from dcls_convert.depthwise.blocks import convolve_by_plan
+from dcls_convert.depthwise.blocks import convolver_of_windows
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.gpu_construction import construct_windows
@@ -82,8 +81,9 @@ def check_exact(size, window, stride, dtype, channels_last, input_dtype=None):
         return F.conv2d(*tensors, stride, padding, groups=CHANNELS)
 
     def by_blocks(maps, kernel, bias):
-        plan = WindowPlan(maps, window, stride, dtype, has_bias=True)
-        output = convolve_by_plan(plan, maps, bias, kernel)
+        output = convolver_of_windows(maps, window, stride, dtype, has_bias=True)(
+            maps, bias, kernel
+        )
         assert output.dtype == dtype
         assert output.is_contiguous(memory_format=format)
         return output
