@@ -11,6 +11,7 @@ from torch.compiler import assume_constant_result
 
 from ..progress import logger
 from ..text import one_line, shortened
+from .preference import VARIABLE, preference
 
 # Device types of GPUs. ROCm reports cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
@@ -36,8 +37,9 @@ def in_double(tensor: Tensor) -> Tensor:
 def why_no_blocks(device: torch.device) -> str | None:
     """Return why `blocks` cannot be computed on this device; None if they can.
 
-    They need Triton. On a CPU, blocks run only in its interpreter. The device is examined once, and
-    if a GPU could compute blocks with another installation, a warning says what it lacks.
+    They need Triton. On a CPU, blocks run only in its interpreter; on AMD's GPUs, where they have
+    never run, only if the environment variable asks for them. The device is examined once, and if a
+    GPU could compute blocks otherwise, a warning says what is missing.
     """
     return _why_no_blocks(device)
 
@@ -50,7 +52,10 @@ def _why_no_blocks(device: torch.device) -> str | None:
         return f"not for {device.type}"
     if not _has_enough_registers(device):
         return "this GPU has too few registers"
-    reason = _why_triton_fails(device)
+    if torch.version.hip and preference() != "blocks":
+        reason: str | None = f"blocks have never run on AMD's GPUs; try them by {VARIABLE}=blocks"
+    else:
+        reason = _why_triton_fails(device)
     if reason is not None:
         logger.warning("%s: wide depthwise convolutions are slow, because %s", device, reason)
     return reason

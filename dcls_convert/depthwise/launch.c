@@ -16,9 +16,11 @@ static cu_set_context_t cu_set_context;
 static cu_get_device_t cu_get_device;
 static cu_retain_t cu_retain;
 
-enum { MAX_ADDRESSES = 16, MAX_PARAMETERS = 32 };
+static PyObject *data_ptr;  // the name of the method
 
-// A launch, as `launching.packed` writes it. After it come the pointers, as pairs of an address's
+enum { MAX_TENSORS = 16, MAX_PARAMETERS = 32 };
+
+// A launch, as `launching.packed` writes it. After it come the pointers, as pairs of a tensor's
 // number and an offset in bytes, and then the sizes; each is an int64.
 typedef struct {
   uint64_t function;
@@ -46,21 +48,26 @@ static int ensure_context(int ordinal) {
          failed(cu_set_context(context), "cuCtxSetCurrent");
 }
 
-// run(launches, device, stream, *addresses): the launches are bytes, all others are integers.
+// run(launches, device, stream, *tensors): the launches are bytes, device and stream are integers.
 static PyObject *run(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
   char *next;
   Py_ssize_t length;
-  if (count < 3 || count - 3 > MAX_ADDRESSES) {
+  if (count < 3 || count - 3 > MAX_TENSORS) {
     PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
     return NULL;
   }
   if (PyBytes_AsStringAndSize(arguments[0], &next, &length)) return NULL;
   int device = (int)PyLong_AsLong(arguments[1]);
   void *stream = (void *)PyLong_AsUnsignedLongLong(arguments[2]);
-  uint64_t addresses[MAX_ADDRESSES];
-  for (Py_ssize_t i = 3; i < count; i++)
-    addresses[i - 3] = PyLong_AsUnsignedLongLong(arguments[i]);
   if (PyErr_Occurred() || ensure_context(device)) return NULL;
+  uint64_t addresses[MAX_TENSORS];
+  for (Py_ssize_t i = 3; i < count; i++) {
+    PyObject *address = PyObject_CallMethodNoArgs(arguments[i], data_ptr);
+    if (!address) return NULL;
+    addresses[i - 3] = PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+  }
+  if (PyErr_Occurred()) return NULL;
   char *end = next + length;
   while (next < end) {
     Launch *launch = (Launch *)next;
@@ -97,5 +104,6 @@ PyMODINIT_FUNC PyInit_dcls_convert_launch(void) {
     PyErr_SetString(PyExc_ImportError, "CUDA's driver was not found");
     return NULL;
   }
-  return PyModule_Create(&module);
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  return data_ptr ? PyModule_Create(&module) : NULL;
 }

@@ -175,11 +175,8 @@ class Pass:
 
         def run(*given: Tensor) -> list[Tensor]:
             results = [make() for make in makers]
-            addresses = [tensor.data_ptr() for tensor in (*given, *results)]
-            if scratch_bytes:
-                scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-                addresses.append(scratch.data_ptr())
-            launch_all(launches, index, current_stream(index), *addresses)
+            scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+            launch_all(launches, index, current_stream(index), *given, *results, scratch)
             return results
 
         return run

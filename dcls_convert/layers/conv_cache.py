@@ -114,17 +114,30 @@ def prepare_conv(
     if dtype is not None:
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
         algorithm = table.find_algorithm(spec, input, *learnt, eager=eager)
-    is_fused = (
-        algorithm.name == "blocks"
-        and layer.interpolation == "bilinear"
+    takes_elements = (
+        layer.interpolation == "bilinear"
         and not layer.dense_axes
         and min(layer.dilated_kernel_size) > 1
         and positions.device == input.device
         and positions.is_contiguous()  # so that a kernel can clamp them in place
         and table.BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
     )
-    if not is_fused:
-        return PreparedConv(algorithm.prepare(spec, input, bias), is_fused=False)
+    # A compiled program could lose what a kernel changes in a parameter.
+    clamps = layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
+    if takes_elements and algorithm.name == "blocks":
+        plan = _plan_of_elements(layer, spec, input, bias, clamps)
+        return PreparedConv(plan, is_fused=True)
+    if takes_elements and eager and algorithm is table.TORCH and table.takes_kernels(spec):
+        return PreparedConv(
+            _torch_after_construction(layer, spec, input, bias, clamps), is_fused=True
+        )
+    return PreparedConv(algorithm.prepare(spec, input, bias), is_fused=False)
+
+
+def _plan_of_elements(
+    layer: Any, spec: table.ConvSpec, input: Tensor, bias: Tensor | None, clamps: bool
+) -> table.Convolve:
+    """Return how blocks convolve with weight and positions."""
     from ..depthwise.block_plan import BlockPlan  # needs Triton
     from ..depthwise.blocks import convolve_by_plan
     from .gpu_construction import construct_by_torch
@@ -137,10 +150,24 @@ def prepare_conv(
         elements=layer.kernel_count,
         has_bias=bias is not None,
         window_by_torch=functools.partial(construct_by_torch, size=spec.window),
-        # A compiled program could lose what a kernel changes in a parameter.
-        clamps=(
-            layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
-        ),
+        clamps=clamps,
         output_dtype=layer.output_dtype,
     )
-    return PreparedConv(functools.partial(convolve_by_plan, plan), is_fused=True)
+    return functools.partial(convolve_by_plan, plan)
+
+
+def _torch_after_construction(
+    layer: Any, spec: table.ConvSpec, input: Tensor, bias: Tensor | None, clamps: bool
+) -> table.Convolve:
+    """Return how torch convolves with weight and positions, after one launch that makes windows."""
+    from .gpu_construction import construct_windows  # needs Triton
+
+    by_torch = table.TORCH.prepare(spec, input, bias)
+    output_dtype = layer.output_dtype
+
+    def convolve(input: Tensor, bias: Tensor | None, weight: Tensor, positions: Tensor) -> Tensor:
+        kernel = construct_windows(weight, positions, spec.window, dtype=spec.dtype, clamps=clamps)
+        output = by_torch(input, bias, kernel)
+        return output if output_dtype is None else output.to(output_dtype)
+
+    return convolve

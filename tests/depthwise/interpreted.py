@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when it is first imported, so this cannot run in t
 tests. Give the names of functions below.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -238,6 +239,42 @@ def windows():
             leaves = (weight, positions)
             results.append(output_and_gradients(construct, leaves, lambda _, g=gradient: g))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def dense_layers():
+    """Dense layers are torch's; kernels made in half precision are rounded, and no less exact."""
+    torch.manual_seed(0)
+    layer = DclsConv2d(4, 6, kernel_count=5, dilated_kernel_size=(7, 5), padding=(3, 2))
+    with torch.no_grad():
+        layer.positions.mul_(10)
+    layers = {"torch": copy.deepcopy(layer), "blocks": layer}
+    images = torch.randn(2, 4, 9, 10).requires_grad_()
+    gradient = torch.randn(2, 6, 9, 10)
+    found = []
+    for way, layer in layers.items():
+        prefer(way, layer)
+        leaves = [images, *layer.parameters()]
+        found.append(output_and_gradients_of(layer, leaves, gradient))
+        found[-1].append(layer.positions.detach().clone())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert layer.positions.abs().max() <= 3
+    assert [conv.is_fused for conv in layer._convs.values()] == [True]
+    with torch.autocast("cpu", torch.float16):
+        outputs = layer(images)
+    assert outputs.dtype == torch.float16
+    # Not in bfloat16, to which the interpreter rounds in another way.
+    elements = [layer.weight, layer.positions]
+    rounded = construct_windows(*elements, (7, 5), dtype=torch.float16)
+    exact = construct_windows(*elements, (7, 5)).half()
+    assert torch.equal(rounded, exact)
+    gradient = torch.randn(rounded.shape).half()
+    gradients = [torch.autograd.grad(one, elements, gradient) for one in (rounded, exact)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def output_and_gradients_of(layer, leaves, gradient):
+    output = layer(leaves[0])
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
 
 
 if __name__ == "__main__":

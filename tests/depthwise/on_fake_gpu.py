@@ -8,6 +8,7 @@ the compiled programs expect.
 import contextlib
 import copy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ import torch.utils._triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from dcls_convert.depthwise import launching
 from dcls_convert.depthwise.launching import LOAD_BYTES, Pass
+from dcls_convert.layers import conv_cache
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.gpu_construction import construct_windows
 
@@ -76,7 +79,7 @@ def compare_with_triton(one_pass, run, tensors):
 
 
 @contextlib.contextmanager
-def launching(count, situation):
+def expect(count, situation):
     before = GPU.launches()
     yield
     assert GPU.launches() - before == count, (situation, GPU.launches() - before)
@@ -104,76 +107,106 @@ def unaligned(tensor):
 
 
 def steps_of_ordinary_tensors():
-    with launching(STEP, "a step"):
+    with expect(STEP, "a step"):
         step()
-    with launching(FORWARD, "inference"), torch.no_grad():
+    with expect(FORWARD, "inference"), torch.no_grad():
         LAYER(IMAGES)
-    with launching(STEP, "one image"):
+    with expect(STEP, "one image"):
         step(images=IMAGES[:1])
-    with launching(STEP, "a wide map"):
+    with expect(STEP, "a wide map"):
         step(images=torch.randn(2, CHANNELS, 3, 500))
-    with launching(0, "no image"):
+    with expect(2, "no image"):  # by torch, with the kernel made in one launch
         step(images=IMAGES[:0])
-    with launching(2 * STEP, "a layer twice"):
+    with expect(2 * STEP, "a layer twice"):
         images = IMAGES.clone().requires_grad_()
         LAYER(LAYER(images)).sum().backward()
 
 
 def steps_of_odd_memory():
-    with launching(STEP, "unaligned images"):
+    with expect(STEP, "unaligned images"):
         images = unaligned(IMAGES).requires_grad_()
         outputs = LAYER(images)
         outputs.backward(unaligned(torch.randn_like(outputs)))
-    with launching(STEP, "unaligned parameters"):
+    with expect(STEP, "unaligned parameters"):
         layer = copy.deepcopy(LAYER)
         for name, parameter in list(layer.named_parameters()):
             setattr(layer, name, torch.nn.Parameter(unaligned(parameter.detach())))
         step(layer)
-    with launching(STEP, "positions in another order"):  # by windows, clamped by torch
+    with expect(STEP, "positions in another order"):  # by windows, clamped by torch
         layer = copy.deepcopy(LAYER)
         other = layer.positions.detach().transpose(0, 1).contiguous().transpose(0, 1)
         layer.positions = torch.nn.Parameter(other)
         step(layer)
-    with launching(STEP, "half of the channels"):
+    with expect(STEP, "half of the channels"):
         images = torch.randn(2, 2 * CHANNELS, 14, 14)
         step(images=images.to(memory_format=torch.channels_last)[:, :CHANNELS])
 
 
 def steps_of_other_dtypes():
-    with launching(STEP, "autocast"), torch.autocast("cpu", torch.bfloat16):
+    with expect(STEP, "autocast"), torch.autocast("cpu", torch.bfloat16):
         step()
-    with launching(STEP, "a layer in bfloat16"):
+    with expect(STEP, "a layer in bfloat16"):
         step(copy.deepcopy(LAYER).bfloat16(), IMAGES.bfloat16())
-    with launching(0, "float64"):
+    with expect(0, "float64"):
         step(copy.deepcopy(LAYER).double(), IMAGES.double())
 
 
 def steps_of_other_layers():
-    with launching(STEP, "stride 2"):
+    with expect(STEP, "stride 2"):
         step(layer_of(stride=2), torch.randn(2, CHANNELS, 33, 47))
-    with launching(STEP, "windows of Gaussians"):
+    with expect(STEP, "windows of Gaussians"):
         step(layer_of(interpolation="gaussian"))
     for name, launches in (("weight", 3 + 3), ("positions", 3 + 3), ("bias", 3)):
-        with launching(launches, f"only {name}"):
+        with expect(launches, f"only {name}"):
             layer = copy.deepcopy(LAYER).requires_grad_(False)
             getattr(layer, name).requires_grad_()
             layer(IMAGES).sum().backward()
             assert getattr(layer, name).grad is not None
-    with launching(2, "dense windows"):
+    with expect(2, "a dense layer"), torch.autocast("cpu", torch.bfloat16):
+        dense = DclsConv2d(CHANNELS, 8, kernel_count=5, dilated_kernel_size=7, padding=3)
+        step(dense)
+    assert [conv.is_fused for conv in dense._convs.values()] == [True]
+    with expect(2, "dense windows"):
         weight = torch.randn(8, 4, 5, requires_grad=True)
         construct_windows(weight, torch.randn(2, 8, 4, 5), (7, 7)).sum().backward()
 
 
 def steps_of_torchs_mechanisms():
-    with launching(STEP + FORWARD, "checkpoint"):
+    with expect(STEP + FORWARD, "checkpoint"):
         images = IMAGES.clone().requires_grad_()
         checkpoint(LAYER, images, use_reentrant=False).sum().backward()
-    with launching(FORWARD, "gradients of gradients"):
+    with expect(FORWARD, "gradients of gradients"):
         images = IMAGES.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(LAYER(images).sum(), images, create_graph=True)
         gradient.square().sum().backward()
-    with launching(0, "vmap"):
+    with expect(0, "vmap"):
         torch.func.vmap(copy.deepcopy(LAYER).eval())(IMAGES[None])
+
+
+def steps_of_many_sizes():
+    programs = len(launching._programs)
+    layer = layer_of()
+    sides = range(9, 12 + conv_cache.MAX_CONVS)
+    for side in sides:
+        with torch.no_grad():
+            layer(torch.randn(1, CHANNELS, 9, side))
+    assert len(launching._programs) == programs, "hardly any size needs a new program"
+    assert len(layer._convs) == conv_cache.MAX_CONVS
+
+
+def steps_of_threads():
+    layer = layer_of()
+    with expect(6 * 20 * STEP, "six threads"), ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda _: [step(layer) for _ in range(20)], range(6)))
+
+
+def steps_by_triton():
+    """Where the function in C cannot be built."""
+    launch_function = launching.launch_function
+    launching.launch_function = lambda: None
+    with expect(STEP, "a step by Triton"):
+        step(layer_of())
+    launching.launch_function = launch_function
 
 
 def compiled_steps():
@@ -187,7 +220,7 @@ def compiled_steps():
         graphs = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(layer, backend=graphs, fullgraph=True)
         for images, side in ((2, 14), (3, 20), (5, 33)):
-            with launching(launches, "compiled"):
+            with expect(launches, "compiled"):
                 step(compiled, torch.randn(images, CHANNELS, side, side + 1))
         assert graphs.frame_count == 2, "one for images of any size, after that for the first size"
 
@@ -196,10 +229,15 @@ if __name__ == "__main__":
     if "compiled" in sys.argv:
         compiled_steps()
     else:
+        by_driver = Pass.by_driver
         check_every_pass()
         steps_of_ordinary_tensors()
         steps_of_odd_memory()
         steps_of_other_dtypes()
         steps_of_other_layers()
         steps_of_torchs_mechanisms()
+        steps_of_many_sizes()
+        launching.Pass.by_driver = by_driver
+        steps_of_threads()
+        steps_by_triton()
     print("ok")

@@ -63,6 +63,7 @@ def test_small_integers_are_exact():
         "float32_outputs",
         "clamped_positions",
         "windows",
+        "dense_layers",
     ],
 )
 def test_the_results_are_those_of_torch(function):
