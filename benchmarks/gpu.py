@@ -215,12 +215,11 @@ def new_layer(**options: Any) -> nn.Module:
 
 def by_blocks(images: Tensor, kernel: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the convolution in blocks for tensors like these."""
-    from dcls_convert.depthwise.block_plan import WindowPlan
-    from dcls_convert.depthwise.blocks import convolve_by_plan
+    from dcls_convert.depthwise.blocks import convolver_of_windows
 
     window = (kernel.shape[2], kernel.shape[3])
-    plan = WindowPlan(images, window, (1, 1), images.dtype, has_bias=False)
-    return lambda images, kernel: convolve_by_plan(plan, images, None, kernel)
+    convolve = convolver_of_windows(images, window, (1, 1), images.dtype, has_bias=False)
+    return lambda images, kernel: convolve(images, None, kernel)
 
 
 def convolve_by_torch(images: Tensor, kernel: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ STAGES_ON_AMD = 2
 class BlockPlan:
     """How maps of one shape are convolved on one device; keeps its passes.
 
-    The bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E).
+    The bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E). Or weight is windows
+    (C, 1, R, S), and positions are any tensor.
 
     Args:
         maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
@@ -50,12 +51,12 @@ class BlockPlan:
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
         dtype: The dtype of the blocks: bfloat16, float16 or float32.
-        elements: Number of elements of a kernel.
         has_bias: Whether a bias is added.
-        window_by_torch: Makes windows (C, 1, R, S) of weight and positions by torch's operations,
-            which can be differentiated twice.
-        clamps: Whether positions are clamped in place, too.
         output_dtype: The dtype of the output. Default: that of the blocks.
+        elements: Number of elements of a kernel; None if weight is windows.
+        clamps: Whether positions are clamped in place, too.
+        window_by_torch: Makes windows of elements by torch's operations, which can be
+            differentiated twice.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class BlockPlan:
         stride: Pair,
         dtype: torch.dtype,
         *,
-        elements: int,
         has_bias: bool,
-        window_by_torch: Callable[[Tensor, Tensor], Tensor],
-        clamps: bool = False,
         output_dtype: torch.dtype | None = None,
+        elements: int | None = None,
+        clamps: bool = False,
+        window_by_torch: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         images, channels, rows, columns = maps.shape
         block_rows = ceil_div(rows, BLOCK_SIDE)
@@ -82,9 +83,10 @@ class BlockPlan:
         self.device = maps.device
         self.window = window
         self.stride = stride
-        self.elements = elements
         self.has_bias = has_bias
-        self.window_by_torch = window_by_torch
+        self.of_windows = elements is None
+        self.elements = elements or window[0] * window[1]
+        self.window_by_torch = window_by_torch or (lambda weight, positions: weight)
         self.clamps = clamps
         self.channels = channels
         self.blocks = blocks
@@ -183,7 +185,8 @@ class BlockPlan:
         if saves:
             results |= {"blocks": self._blocks, "bank": self._bank, "clamped": "positions"}
         else:
-            clamped = self._new(2, self.channels, 1, self.elements, dtype=positions_dtype)
+            shape = (1,) if self.of_windows else (2, self.channels, 1, self.elements)
+            clamped = self._new(*shape, dtype=positions_dtype)
             scratch += [{"blocks": self._blocks}, {"bank": self._bank}, {"clamped": clamped}]
         bias = "blocks"  # without one, the kernel ignores this argument, but it must be a tensor
         if self.has_bias:
@@ -236,7 +239,7 @@ class BlockPlan:
             element_kernels.pack_and_make_bank,
             (programs, ceil_div(self.channels, _CHANNELS), 1),
             (*sizes, *self.tap_sizes, self.elements),
-            (*layout, *self.window, self.clamps),
+            (*layout, *self.window, self.clamps, self.of_windows),
         )
 
     def _unpack(self, maps: NewTensor, steps: Pair) -> Launch:
@@ -294,7 +297,7 @@ class BlockPlan:
             element_kernels.element_gradients_of_bank,
             (self.channels, ceil_div(self.elements, block_kernels.GATHERED.value), 1),
             (self.channels, self.elements, parts, self.blocks, *self.tap_sizes),
-            (*self.window, self.has_bias),
+            (*self.window, self.has_bias, self.of_windows),
         )
         return of_bank, of_elements, parts
 

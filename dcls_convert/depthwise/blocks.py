@@ -25,8 +25,8 @@ def convolve_by_plan(
 ) -> Tensor:
     """Convolve with "same" padding: (N, C, H, W), bias (C) -> (N, C, H', W').
 
-    weight (C, 1, E) and positions (2, C, 1, E) make the kernels. The output is in the input's
-    memory format.
+    weight (C, 1, E) and positions (2, C, 1, E) make the kernels; or weight is kernels (C, 1, R, S),
+    see `BlockPlan`. The output is in the input's memory format.
     """
     if is_on_another_gpu(maps):
         with torch.cuda.device(maps.device):
@@ -44,33 +44,12 @@ def convolve_by_plan(
 def convolver_of_windows(
     maps: Tensor, window: Pair, stride: Pair, dtype: torch.dtype, *, has_bias: bool
 ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:
-    """Return the function that convolves maps like these with kernels (C, 1, R, S).
-
-    A kernel is an element on each of its cells.
-    """
-    channels = maps.shape[1]
-    cells = window[0] * window[1]
-    cell = torch.arange(cells, device=maps.device)
-    rows = cell // window[1] - window[0] // 2
-    columns = cell % window[1] - window[1] // 2
-    positions = torch.stack([rows, columns]).to(torch.float32)
-    positions = positions[:, None, None].expand(2, channels, 1, cells).contiguous()
-
-    def window_by_torch(weight: Tensor, positions: Tensor) -> Tensor:
-        return weight.reshape(channels, 1, *window)
-
-    plan = BlockPlan(
-        maps,
-        window,
-        stride,
-        dtype,
-        elements=cells,
-        has_bias=has_bias,
-        window_by_torch=window_by_torch,
-    )
+    """Return the function that convolves maps like these with kernels (C, 1, R, S)."""
+    plan = BlockPlan(maps, window, stride, dtype, has_bias=has_bias)
+    no_positions = torch.zeros(1, device=maps.device)
 
     def convolve(maps: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
-        return convolve_by_plan(plan, maps, bias, kernel.flatten(2), positions)
+        return convolve_by_plan(plan, maps, bias, kernel, no_positions)
 
     return convolve
 

@@ -173,6 +173,7 @@ def pack_and_make_bank(
     R: tl.constexpr,
     S: tl.constexpr,
     CLAMP: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """Do what `pack` does, in its programs, and make the bank of elements, in those after them."""
     program = tl.program_id(0)
@@ -205,7 +206,7 @@ def pack_and_make_bank(
         sizes = (channels * UNIT, elements, taps_down, taps_across)
         if channel < channels * UNIT:
             tap = matrix // PACK_CHANNELS
-            make_matrix(weight, positions, clamped, bank, tap, channel, sizes, R, S, CLAMP)
+            make_matrix(weight, positions, clamped, bank, tap, channel, sizes, R, S, CLAMP, WINDOWS)
 
 
 @triton.jit
@@ -220,35 +221,42 @@ def make_matrix(
     R: tl.constexpr,
     S: tl.constexpr,
     CLAMP: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """Write the matrix of one tap and channel, and, for the first tap, clamped positions (2, C, E).
 
     If CLAMP, positions are clamped in place, too. The matrix depends on the NEAR x NEAR cells of
     the window around the tap's offset, which are a product: (rows, elements) x (elements, columns).
+    If WINDOWS, weight holds them: (C, R, S).
     """
     channels, elements, taps_down, taps_across = sizes
     near = tl.arange(0, NEAR)
     r = (tap // taps_across - taps_down // 2) * SIDE + near - (SIDE - 1) + R // 2
     s = (tap % taps_across - taps_across // 2) * SIDE + near - (SIDE - 1) + S // 2
-    total = tl.zeros((NEAR, NEAR), dtype=tl.float32)
-    for first in range(0, elements, ELEMENTS_IN_PRODUCT):
-        element = first + tl.arange(0, ELEMENTS_IN_PRODUCT)
-        exists = element < elements
-        offset_y = channel * elements + element
-        offset_x = channels * elements + offset_y
-        y, fraction_y, clamped_y = place_in_window(positions, offset_y, exists, R)
-        x, fraction_x, clamped_x = place_in_window(positions, offset_x, exists, S)
-        is_written = exists & (tap == 0)
-        tl.store(clamped + offset_y, clamped_y, mask=is_written)
-        tl.store(clamped + offset_x, clamped_x, mask=is_written)
-        # Programs of other taps may read before or after this; both clamp to the same value.
-        if CLAMP:
-            tl.store(positions + offset_y, clamped_y, mask=is_written)
-            tl.store(positions + offset_x, clamped_x, mask=is_written)
-        value = tl.load(weight + offset_y, mask=exists, other=0.0).to(tl.float32)
-        in_rows = shares(r[:, None], y[None, :], fraction_y[None, :])
-        in_columns = shares(s[None, :], x[:, None], fraction_x[:, None])
-        total = tl.dot(value[None, :] * in_rows, in_columns, total, input_precision="ieee")
+    if WINDOWS:
+        exists = ((r >= 0) & (r < R))[:, None] & ((s >= 0) & (s < S))[None, :]
+        cell = weight + channel * (R * S) + r[:, None] * S + s[None, :]
+        total = tl.load(cell, mask=exists, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros((NEAR, NEAR), dtype=tl.float32)
+        for first in range(0, elements, ELEMENTS_IN_PRODUCT):
+            element = first + tl.arange(0, ELEMENTS_IN_PRODUCT)
+            exists = element < elements
+            offset_y = channel * elements + element
+            offset_x = channels * elements + offset_y
+            y, fraction_y, clamped_y = place_in_window(positions, offset_y, exists, R)
+            x, fraction_x, clamped_x = place_in_window(positions, offset_x, exists, S)
+            is_written = exists & (tap == 0)
+            tl.store(clamped + offset_y, clamped_y, mask=is_written)
+            tl.store(clamped + offset_x, clamped_x, mask=is_written)
+            # Programs of other taps may read before or after this; both clamp to the same value.
+            if CLAMP:
+                tl.store(positions + offset_y, clamped_y, mask=is_written)
+                tl.store(positions + offset_x, clamped_x, mask=is_written)
+            value = tl.load(weight + offset_y, mask=exists, other=0.0).to(tl.float32)
+            in_rows = shares(r[:, None], y[None, :], fraction_y[None, :])
+            in_columns = shares(s[None, :], x[:, None], fraction_x[:, None])
+            total = tl.dot(value[None, :] * in_rows, in_columns, total, input_precision="ieee")
     entry = tl.arange(0, CELLS * CELLS)
     cell_in = entry // CELLS
     cell_out = entry % CELLS
@@ -280,36 +288,56 @@ def element_gradients_of_bank(
     R: tl.constexpr,
     S: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """Compute the gradients of a channel's elements and bias.
 
-    They come from partial sums of the bank's gradient, and from sums of blocks of gradients.
+    They come from partial sums of the bank's gradient, and from sums of blocks of gradients. If
+    WINDOWS, weight holds windows (C, R, S), and there are no positions.
     """
     channel = tl.program_id(0)
     element = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)
     exists = element < elements
     offset = channel * elements + element
-    y, fraction_y, _ = place_in_window(positions, offset, exists, R)
-    x, fraction_x, _ = place_in_window(positions, channels * elements + offset, exists, S)
-    top_left = sum_diagonals(
-        partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-    )
-    top_right = sum_diagonals(
-        partial_sums, y, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
-    )
-    bottom_left = sum_diagonals(
-        partial_sums, y + 1, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-    )
-    bottom_right = sum_diagonals(
-        partial_sums, y + 1, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
-    )
-    value = tl.load(weight + offset, mask=exists, other=0.0).to(tl.float32)
-    grad_value, grad_row, grad_column = interpolate_gradients(
-        value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
-    )
-    tl.store(grad_weight + offset, grad_value, mask=exists)
-    tl.store(grad_positions + offset, grad_row, mask=exists)
-    tl.store(grad_positions + channels * elements + offset, grad_column, mask=exists)
+    if WINDOWS:
+        y = element // S
+        x = element % S
+        total = sum_diagonals(
+            partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
+        )
+        tl.store(grad_weight + offset, total, mask=exists)
+    else:
+        y, fraction_y, _ = place_in_window(positions, offset, exists, R)
+        x, fraction_x, _ = place_in_window(positions, channels * elements + offset, exists, S)
+        top_left = sum_diagonals(
+            partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
+        )
+        top_right = sum_diagonals(
+            partial_sums, y, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
+        )
+        bottom_left = sum_diagonals(
+            partial_sums, y + 1, x, exists, channel, channels, parts, taps_down, taps_across, R, S
+        )
+        bottom_right = sum_diagonals(
+            partial_sums,
+            y + 1,
+            x + 1,
+            exists,
+            channel,
+            channels,
+            parts,
+            taps_down,
+            taps_across,
+            R,
+            S,
+        )
+        value = tl.load(weight + offset, mask=exists, other=0.0).to(tl.float32)
+        grad_value, grad_row, grad_column = interpolate_gradients(
+            value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
+        )
+        tl.store(grad_weight + offset, grad_value, mask=exists)
+        tl.store(grad_positions + offset, grad_row, mask=exists)
+        tl.store(grad_positions + channels * elements + offset, grad_column, mask=exists)
     if HAS_BIAS:
         if tl.program_id(1) == 0:
             gradient_of_bias(sums, grad_bias, channel, blocks_in_all)

@@ -117,7 +117,6 @@ def _can_blocks(spec: ConvSpec) -> bool:
         and spec.groups <= MAX_CHANNELS
         and spec.dtype in BLOCKS_DTYPES
         and rows % 2 == columns % 2 == 1
-        and min(spec.window) > 1
         and max(spec.window) <= MAX_WINDOW_SIDE
         and spec.padding == (rows // 2, columns // 2)
         and set(spec.stride) <= {1, 2}
