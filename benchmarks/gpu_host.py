@@ -10,7 +10,7 @@ time for one layer:
 - loop: one layer in a tight loop. "step" is its forward and backward pass, without what
   autograd.grad takes for nothing.
 - network: 18 layers in a small ConvNeXt, where the processor's caches are cold, minus the same
-  network without them. "step" is a training step with AdamW.
+  network without them. "step" is a training step without the optimizer.
 
 --beside measures the package in another checkout, too. Both take turns, each in processes of its
 own, on one core; trust the ratios.
@@ -88,12 +88,10 @@ def networks() -> dict[str, Step]:
             for block in stage.blocks:
                 channels = len(block.conv_dw.weight)
                 block.conv_dw = nn.Identity() if name else layer_of(channels)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, fused=True)
 
-        def step(network: nn.Module = network, optimizer: Any = optimizer) -> None:
+        def step(network: nn.Module = network) -> None:
             F.cross_entropy(network(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            network.zero_grad(set_to_none=True)
 
         def forward(network: nn.Module = network) -> None:
             with torch.no_grad():
@@ -106,19 +104,19 @@ def networks() -> dict[str, Step]:
 
 def measure(rounds: int) -> dict[str, float]:
     """Return the microseconds of a layer, by what was measured."""
-    times = medians(loops(), rounds, STEPS)
+    times = least(loops(), rounds, STEPS)
     layer = {
         "loop, step": times["step"] - times["nothing"],
         "loop, forward": times["forward"],
     }
-    times = medians(networks(), rounds, NETWORK_STEPS)
+    times = least(networks(), rounds, NETWORK_STEPS)
     for name in ("step", "forward"):
         layer[f"network, {name}"] = (times[name] - times[f"{name} without layers"]) / LAYERS
     return layer
 
 
-def medians(calls: dict[str, Step], rounds: int, steps: int) -> dict[str, float]:
-    """Return the median time of each call in microseconds; all take turns in each round."""
+def least(calls: dict[str, Step], rounds: int, steps: int) -> dict[str, float]:
+    """Return the least time of each call in microseconds; all take turns in each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -129,7 +127,7 @@ def medians(calls: dict[str, Step], rounds: int, steps: int) -> dict[str, float]
             for _ in range(steps):
                 call()
             times[name].append((time.thread_time() - start) / steps * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: min(values) for name, values in times.items()}
 
 
 def keep_freed_memory() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..geometry import Pair, ceil_div
 from . import block_kernels, element_kernels
 from .devices import adds_three_taps, float32_precision
-from .launching import LOAD_BYTES, Launch, NewTensor, Pass
+from .launching import LOAD_BYTES, Launch, NewTensor, Pass, Workspace
 from .layouts import BLOCK_SIDE, MAX_OFFSET, is_channels_last
 
 Launches = list[tuple[Launch, Sequence[str]]]  # with the names of tensors
@@ -54,6 +54,7 @@ class BlockPlan:
         has_bias: Whether a bias is added.
         output_dtype: The dtype of the output. Default: that of the blocks.
         elements: Number of elements of a kernel; None if weight is windows.
+        positions_dtype: The dtype of positions.
         clamps: Whether positions are clamped in place, too.
         window_by_torch: Makes windows of elements by torch's operations, which can be
             differentiated twice.
@@ -69,6 +70,7 @@ class BlockPlan:
         has_bias: bool,
         output_dtype: torch.dtype | None = None,
         elements: int | None = None,
+        positions_dtype: torch.dtype = torch.float32,
         clamps: bool = False,
         window_by_torch: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
@@ -79,6 +81,7 @@ class BlockPlan:
         # Blocks that an output depends on, along each axis; no more than the map has.
         taps_down = 2 * min(ceil_div(window[0] // 2, BLOCK_SIDE), block_rows - 1) + 1
         taps_across = 2 * min(ceil_div(window[1] // 2, BLOCK_SIDE), block_columns - 1) + 1
+        self.is_traced = torch.compiler.is_compiling()  # then it serves in this graph alone
         self.dtype = dtype
         self.device = maps.device
         self.window = window
@@ -105,7 +108,17 @@ class BlockPlan:
         self.input = self._new_maps((images, channels, rows, columns), maps.dtype)
         self.output = self._new_maps((images, channels, *output_size), output_dtype or dtype)
         self._blocks = self._new(channels, blocks, _CELLS)
-        self._bank = self._new(channels, self.taps, _CELLS, _CELLS)
+        shape = (1,) if self.of_windows else (2, channels, 1, self.elements)
+        # What the backward pass needs: blocks of the input, the bank, and clamped positions, as
+        # positions may change before it.
+        self._saved = {
+            "blocks": self._blocks,
+            "bank": self._new(channels, self.taps, _CELLS, _CELLS),
+            "clamped": self._new(*shape, dtype=positions_dtype),
+        }
+        self.saved = Workspace(
+            dtype, maps.device, *[{name: new} for name, new in self._saved.items()]
+        )
         self._passes: dict[tuple[object, ...], Pass] = {}
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> NewTensor:
@@ -123,10 +136,10 @@ class BlockPlan:
     ) -> list[Tensor]:
         """Convolve: (N, C, H, W) -> (N, C, H', W').
 
-        If `saves`, also return what the backward pass needs: blocks of the input (C, M, CELLS), the
-        bank (C, taps, CELLS, CELLS), and clamped positions, as positions may change before it.
+        If `saves`, also return what the backward pass needs: `saved`, or its parts under
+        torch.compile, whose programs allocate memory in their own way.
         """
-        launches, maps = self._find_pass(maps, self._forward, saves, positions.dtype)
+        launches, maps = self._find_pass(maps, self._forward, saves)
         weight = weight.contiguous()
         positions = positions.contiguous()
         if bias is None:
@@ -136,10 +149,8 @@ class BlockPlan:
     def gradients(
         self,
         gradient: Tensor,
-        blocks: Tensor,
-        bank: Tensor,
         weight: Tensor,
-        clamped: Tensor,
+        saved: Sequence[Tensor],
         *,
         of_maps: bool,
         of_kernel: bool,
@@ -149,7 +160,7 @@ class BlockPlan:
         They are those of the maps, if `of_maps`, and of bias, weight and positions, if `of_kernel`.
         """
         launches, gradient = self._find_pass(gradient, self._backward, of_maps, of_kernel)
-        return launches.run(gradient, blocks, bank, weight.contiguous(), clamped)
+        return launches.run(gradient, weight.contiguous(), *saved)
 
     def _find_pass(
         self, maps: Tensor, make: Callable[..., Pass], *options: object
@@ -158,7 +169,7 @@ class BlockPlan:
 
         They are copied if they begin at a wrong address or their rows are too far apart.
         """
-        if torch.compiler.is_compiling():
+        if self.is_traced:
             maps = self._packable(maps)
             return make(maps.stride(), *options), maps
         key = (maps.stride(), maps.data_ptr() % LOAD_BYTES, maps.dtype, *options)
@@ -171,23 +182,23 @@ class BlockPlan:
         return found, maps
 
     def _packable(self, maps: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and maps.data_ptr() % LOAD_BYTES:
+        if not self.is_traced and maps.data_ptr() % LOAD_BYTES:
             maps = maps.clone()
         if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
             maps = maps.clone(memory_format=self._memory_format)
         return maps
 
-    def _forward(self, strides: Sequence[int], saves: bool, positions_dtype: torch.dtype) -> Pass:
+    def _forward(self, strides: Sequence[int], saves: bool) -> Pass:
         """Pack the maps and make the bank, convolve, and unpack."""
         given = ["maps", "weight", "positions"]
-        results: dict[str, NewTensor | str] = {"output": self.output}
+        results: dict[str, NewTensor | str | Workspace] = {"output": self.output}
         scratch = [{"convolved": self._blocks}]
-        if saves:
-            results |= {"blocks": self._blocks, "bank": self._bank, "clamped": "positions"}
+        if not saves:
+            scratch += [{name: new} for name, new in self._saved.items()]
+        elif self.is_traced:
+            results |= self._saved
         else:
-            shape = (1,) if self.of_windows else (2, self.channels, 1, self.elements)
-            clamped = self._new(*shape, dtype=positions_dtype)
-            scratch += [{"blocks": self._blocks}, {"bank": self._bank}, {"clamped": clamped}]
+            results["saved"] = self.saved
         bias = "blocks"  # without one, the kernel ignores this argument, but it must be a tensor
         if self.has_bias:
             bias = "bias"
@@ -198,12 +209,12 @@ class BlockPlan:
             (self._product(self.has_bias, False), ("blocks", "bank", bias, "convolved")),
             (self._unpack(self.output, self.stride), ("output", "convolved", "convolved")),
         ]
-        return Pass(given, results, launches, scratch)
+        return Pass(given, results, launches, Workspace(torch.uint8, self.device, *scratch))
 
     def _backward(self, strides: Sequence[int], of_maps: bool, of_kernel: bool) -> Pass:
         """Pack the output's gradient, and compute the gradients that are asked for."""
-        given = ["gradient", "blocks", "bank", "weight", "clamped"]
-        results: dict[str, NewTensor | str] = {}
+        saved: list[str | Workspace] = [*self._saved] if self.is_traced else [self.saved]
+        results: dict[str, NewTensor | str | Workspace] = {}
         scratch = [{"gradients": self._blocks}]
         later: dict[str, NewTensor] = {}
         sums = "gradient"  # without a bias, kernels ignore this argument, too
@@ -222,15 +233,19 @@ class BlockPlan:
             ]
         if of_kernel:
             results["grad_bias"] = self._new(self.channels, dtype=torch.float32)
-            results |= {"grad_weight": "weight", "grad_positions": "clamped"}
+            results["grad_weight"] = "weight"
+            results["grad_positions"] = self._saved["clamped"]
             of_bank, of_elements, parts = self._gradients_of_kernel()
-            later["partial_sums"] = self._new(parts, *self._bank.shape, dtype=torch.float32)
+            bank = self._saved["bank"].shape
+            later["partial_sums"] = self._new(parts, *bank, dtype=torch.float32)
             written = ("grad_weight", "grad_positions", "grad_bias")
             launches += [
                 (of_bank, ("blocks", "gradients", "partial_sums")),
                 (of_elements, ("weight", "clamped", "partial_sums", sums, *written)),
             ]
-        return Pass(given, results, launches, [*scratch, later])
+        scratch.append(later)
+        given = ["gradient", "weight", *saved]
+        return Pass(given, results, launches, Workspace(torch.uint8, self.device, *scratch))
 
     def _pack_and_make_bank(self, strides: Sequence[int]) -> Launch:
         sizes, layout = self._layout_of(strides)

@@ -7,7 +7,7 @@ its gradients must be differentiable, or are batched.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ def convolve_by_plan(
     weight (C, 1, E) and positions (2, C, 1, E) make the kernels; or weight is kernels (C, 1, R, S),
     see `BlockPlan`. The output is in the input's memory format.
     """
-    if is_on_another_gpu(maps):
+    if not plan.is_traced and is_on_another_gpu(maps):
         with torch.cuda.device(maps.device):
             return convolve_by_plan(plan, maps, bias, weight, positions)
     if torch.is_grad_enabled() and (
@@ -37,7 +37,9 @@ def convolve_by_plan(
         or positions.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        return cast(Tensor, _Convolution.apply(plan, maps, bias, weight, positions)[0])
+        output: Tensor
+        output, *_ = _Convolution.apply(plan, maps, bias, weight, positions)
+        return output
     return plan.convolve(maps, bias, weight, positions, saves=False)[0]
 
 
@@ -56,16 +58,13 @@ def convolver_of_windows(
 
 def is_on_another_gpu(tensor: Tensor) -> bool:
     """True if the tensor is not on the current GPU, on which kernels are launched."""
-    if tensor.is_cpu or torch.compiler.is_compiling():
-        return False
-    return tensor.get_device() != torch.cuda.current_device()
+    return not tensor.is_cpu and tensor.get_device() != torch.cuda.current_device()
 
 
 class _Convolution(Function):
     """Maps (N, C, H, W), bias (C), weight (C, 1, E), positions (2, C, 1, E) -> (N, C, H', W').
 
-    Blocks and clamped positions are outputs too, so that gradients of gradients flow through them.
-    The bank is only for the backward pass by kernels.
+    Saved blocks are an output too, so that gradients of gradients flow through them.
     """
 
     @staticmethod
@@ -76,33 +75,34 @@ class _Convolution(Function):
         bias: Tensor | None,
         weight: Tensor,
         positions: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        output, blocks, bank, clamped = plan.convolve(maps, bias, weight, positions, saves=True)
+    ) -> tuple[Tensor, Tensor]:
+        output, *saved = plan.convolve(maps, bias, weight, positions, saves=True)
         ctx.plan = plan
+        if not plan.is_traced:
+            # Not saved by torch, which would refuse it after it was clamped in place.
+            ctx.positions = positions
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(blocks, bank, weight, clamped)
-        return output, blocks, clamped
+        ctx.save_for_backward(weight, *saved)
+        return output, saved[0]
 
     @staticmethod
     def backward(
-        ctx: Any,
-        grad_output: Tensor | None,
-        grad_blocks: Tensor | None,
-        grad_clamped: Tensor | None,
+        ctx: Any, grad_output: Tensor | None, grad_saved: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
-        blocks, bank, weight, clamped = ctx.saved_tensors
-        if needs_torch(grad_output, grad_blocks, grad_clamped):
-            return None, *_backward_by_torch(
-                plan, (blocks, weight, clamped), grad_output, grad_blocks, grad_clamped
-            )
-        grad_output = cast(Tensor, grad_output)
+        weight, *saved = ctx.saved_tensors
         _, of_maps, of_bias, of_weight, of_positions = ctx.needs_input_grad
+        if not plan.is_traced and needs_torch(grad_output, grad_saved):
+            return None, *_backward_by_torch(
+                plan, weight, ctx.positions, saved[0], grad_output, grad_saved
+            )
+        if grad_output is None:
+            return None, None, None, None, None
         of_kernel = of_weight or of_positions
         gradients: list[Tensor | None] = []
         if of_maps or of_kernel:
             gradients += plan.gradients(
-                grad_output, blocks, bank, weight, clamped, of_maps=of_maps, of_kernel=of_kernel
+                grad_output, weight, saved, of_maps=of_maps, of_kernel=of_kernel
             )
         if not of_maps:
             gradients.insert(0, None)
@@ -117,12 +117,13 @@ class _Convolution(Function):
 
 def _backward_by_torch(
     plan: BlockPlan,
-    saved: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    positions: Tensor,
+    saved: Tensor,
     grad_output: Tensor | None,
-    grad_blocks: Tensor | None,
-    grad_clamped: Tensor | None,
+    grad_saved: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of maps, bias, weight and positions; saved are blocks and elements."""
+    """Return the gradients of maps, bias, weight and positions."""
 
     def convolve(blocks: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
         window = plan.window_by_torch(weight, positions).to(plan.dtype)
@@ -133,17 +134,25 @@ def _backward_by_torch(
 
     grad_bias: Tensor | None = None
     grad_weight: Tensor | None = None
+    grad_positions: Tensor | None = None
+    grad_blocks: Tensor | None = None
+    if grad_saved is not None:
+        grad_blocks = plan.saved.part_of(grad_saved, "blocks")
     if grad_output is not None:
-        found = gradients_by_torch(convolve, saved, grad_output.to(plan.dtype))
+        with torch.enable_grad():
+            blocks = plan.saved.part_of(saved, "blocks")
+            # The values of the forward pass, with the graph of today's.
+            clamped = plan.saved.part_of(saved.detach(), "clamped")
+            clamped = positions + (clamped - positions).detach()
+        found = gradients_by_torch(convolve, (blocks, weight, clamped), grad_output.to(plan.dtype))
         grad_blocks = add(found[0], grad_blocks)
-        grad_weight = found[1]
-        grad_clamped = add(found[2], grad_clamped)
+        grad_weight, grad_positions = found[1:]
         if plan.has_bias:
             grad_bias = grad_output.sum((0, 2, 3))
     grad_maps: Tensor | None = None
     if grad_blocks is not None:
         grad_maps = _maps_of_blocks(grad_blocks, plan).to(plan.input.dtype)
-    return grad_maps, grad_bias, grad_weight, grad_clamped
+    return grad_maps, grad_bias, grad_weight, grad_positions
 
 
 def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
@@ -155,20 +164,15 @@ def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
     return maps.narrow(2, 0, rows).narrow(3, 0, columns)
 
 
-def needs_torch(grad_output: Tensor | None, *grad_saved: Tensor | None) -> bool:
-    """True if kernels cannot compute a backward pass.
+def needs_torch(grad_output: Tensor | None, grad_saved: Tensor | None) -> bool:
+    """True if kernels cannot compute a backward pass that is not traced.
 
-    Then its gradients must be differentiable, or are batched, or there are gradients of saved
-    outputs, as when gradients are differentiated. (A compiled program has zeros for the latter.)
+    Then its gradients must be differentiable, or are batched, or there is a gradient of the saved
+    output, as when gradients are differentiated.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if grad_output is None or torch.is_grad_enabled() or is_batched(grad_output):
+    if grad_output is None or grad_saved is not None:
         return True
-    for gradient in grad_saved:
-        if gradient is not None:
-            return True
-    return False
+    return torch.is_grad_enabled() or is_batched(grad_output)
 
 
 def gradients_by_torch(

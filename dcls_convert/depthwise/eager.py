@@ -16,6 +16,7 @@ from torch.compiler import assume_constant_result
 # tangents. If it is missing, assume that they do: plain operations are always correct.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_is_tracing = getattr(torch._C, "_is_tracing", lambda: torch.jit.is_tracing())  # type: ignore
 # Private API: `torch.autograd.grad(..., is_grads_batched=True)` uses batches of its own kind.
 _is_in_grad_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
@@ -28,9 +29,7 @@ def is_eager(*tensors: Tensor) -> bool:
     False while a graph is traced, under torch.func and forward-mode AD, and for subclasses of
     Tensor.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if torch.compiler.is_compiling() or _is_tracing():
         return False
     return _are_ordinary(tensors) and not _has_tangents()
 

@@ -8,6 +8,7 @@ them all, on addresses. Elsewhere, and if it cannot be built, Triton launches ea
 
 import functools
 import math
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..progress import logger
 from ..text import one_line, shortened
 
 LOAD_BYTES = 16  # bytes; kernels load and store so many at once
-SCRATCH_ALIGNMENT = 256  # bytes
+PART_ALIGNMENT = 256  # bytes, of a part of a workspace
 WARP = 32  # threads of NVIDIA's GPUs
 
 
@@ -52,6 +53,48 @@ class NewTensor(NamedTuple):
         """Return the function that makes it."""
         shape, strides, dtype, device = self
         return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+class Workspace:
+    """Several tensors in the memory of one, whose dtype is given.
+
+    Those of a group are never needed at the same time, and share memory.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *groups: dict[str, NewTensor]
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.parts: dict[str, NewTensor] = {}
+        self.groups = groups
+        for group in groups:
+            self.parts |= group
+
+    @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each part begins, in bytes; the whole ends at ""."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for group in self.groups:
+            offsets |= dict.fromkeys(group, end)
+            most = max(part.bytes for part in group.values())
+            end += ceil_div(most, PART_ALIGNMENT) * PART_ALIGNMENT
+        return {**offsets, "": end}
+
+    def maker(self) -> Callable[[], Tensor]:
+        """Return the function that makes the whole."""
+        numbers = self.offsets[""] // self.dtype.itemsize
+        return functools.partial(torch.empty, numbers, dtype=self.dtype, device=self.device)
+
+    def part_of(self, whole: Tensor, name: str) -> Tensor:
+        """Return a part as a view."""
+        part = self.parts[name]
+        start = self.offsets[name] // self.dtype.itemsize
+        numbers = whole.narrow(0, start, part.bytes // self.dtype.itemsize)
+        if part.dtype != self.dtype:
+            numbers = numbers.view(part.dtype)
+        return numbers.view(part.shape)
 
 
 class Launch(NamedTuple):
@@ -91,22 +134,21 @@ class Pass:
     `run` takes the given tensors, and returns the results.
 
     Args:
-        given: Names of tensors, which are contiguous but for maps.
-        results: Tensors that the pass makes, by name, or the name of a given one that they are
-            like.
+        given: Names of tensors, which are contiguous but for maps; or workspaces.
+        results: What the pass makes: tensors, or tensors like the given ones that are named, or
+            workspaces.
         launches: Each with the names of its kernel's tensors.
-        scratch: Further tensors, which are needed only during the pass, by name. Those of a group
-            are never needed at the same time, and share memory.
+        scratch: What is needed only during the pass.
     """
 
     __slots__ = ("given", "launches", "results", "run", "scratch")
 
     def __init__(
         self,
-        given: Sequence[str],
-        results: dict[str, NewTensor | str],
+        given: Sequence[str | Workspace],
+        results: dict[str, NewTensor | str | Workspace],
         launches: Sequence[tuple[Launch, Sequence[str]]],
-        scratch: Sequence[dict[str, NewTensor]] = (),
+        scratch: Workspace,
     ) -> None:
         self.given = given
         self.results = results
@@ -122,17 +164,27 @@ class Pass:
 
     def by_triton(self, *given: Tensor) -> list[Tensor]:
         """Run by Triton, with a tensor for each name."""
-        tensors = dict(zip(self.given, given, strict=True))
+        tensors: dict[str, Tensor] = {}
         results: list[Tensor] = []
+
+        def add(name: str | Workspace, tensor: Tensor) -> None:
+            if isinstance(name, str):
+                tensors[name] = tensor
+            else:
+                for part in name.parts:
+                    tensors[part] = name.part_of(tensor, part)
+
+        for one, tensor in zip(self.given, given, strict=True):
+            add(one, tensor)
         for name, new in self.results.items():
             if isinstance(new, str):
-                tensors[name] = torch.empty_like(tensors[new])
+                result = torch.empty_like(tensors[new])
             else:
-                tensors[name] = new.maker()()
-            results.append(tensors[name])
-        for group in self.scratch:
-            for name, scratch in group.items():
-                tensors[name] = scratch.maker()()
+                result = new.maker()()
+            add(new if isinstance(new, Workspace) else name, result)
+            results.append(result)
+        for name, part in self.scratch.parts.items():
+            tensors[name] = part.maker()()
         for launch, names in self.launches:
             launch.by_triton([tensors[name] for name in names])
         return results
@@ -146,26 +198,28 @@ class Pass:
             return None
         device = given[0].device
         dtypes: dict[str, torch.dtype] = {}
-        places: dict[str, tuple[int, int]] = {}  # number of an address, and bytes from there
+        places: dict[str, tuple[int, int]] = {}  # number of a tensor, and bytes from its address
+
+        def add(name: str | Workspace, number: int, dtype: torch.dtype) -> None:
+            if isinstance(name, str):
+                places[name] = (number, 0)
+                dtypes[name] = dtype
+            else:
+                for part, new in name.parts.items():
+                    places[part] = (number, name.offsets[part])
+                    dtypes[part] = new.dtype
+
+        for number, (one, tensor) in enumerate(zip(self.given, given, strict=True)):
+            add(one, number, tensor.dtype)
         makers: list[Callable[[], Tensor]] = []
-        for name, tensor in zip(self.given, given, strict=True):
-            places[name] = (len(places), 0)
-            dtypes[name] = tensor.dtype
-        for name, new in self.results.items():
+        for number, (name, new) in enumerate(self.results.items(), start=len(given)):
             if isinstance(new, str):
                 like = given[self.given.index(new)]
                 new = NewTensor(tuple(like.shape), like.stride(), like.dtype, device)
-            places[name] = (len(places), 0)
-            dtypes[name] = new.dtype
             makers.append(new.maker())
-        scratch_number = len(places)
-        scratch_bytes = 0
-        for group in self.scratch:
-            for name, new in group.items():
-                places[name] = (scratch_number, scratch_bytes)
-                dtypes[name] = new.dtype
-            most = max(new.bytes for new in group.values())
-            scratch_bytes += ceil_div(most, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+            add(new if isinstance(new, Workspace) else name, number, new.dtype)
+        new_scratch = self.scratch.maker()
+        add(self.scratch, len(given) + len(makers), self.scratch.dtype)
         launches = b""
         for launch, names in self.launches:
             program = compiled_program(launch, tuple(dtypes[name] for name in names), device)
@@ -174,9 +228,8 @@ class Pass:
         current_stream = driver.active.get_current_stream
 
         def run(*given: Tensor) -> list[Tensor]:
-            results = [make() for make in makers]
-            scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-            launch_all(launches, index, current_stream(index), *given, *results, scratch)
+            results = list(map(operator.call, makers))
+            launch_all(launches, index, current_stream(index), *given, *results, new_scratch())
             return results
 
         return run

@@ -125,7 +125,7 @@ def prepare_conv(
     # A compiled program could lose what a kernel changes in a parameter.
     clamps = layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
     if takes_elements and algorithm.name == "blocks":
-        plan = _plan_of_elements(layer, spec, input, bias, clamps)
+        plan = _plan_of_elements(layer, spec, input, positions, bias, clamps)
         return PreparedConv(plan, is_fused=True)
     if takes_elements and eager and algorithm is table.TORCH and table.takes_kernels(spec):
         return PreparedConv(
@@ -135,7 +135,12 @@ def prepare_conv(
 
 
 def _plan_of_elements(
-    layer: Any, spec: table.ConvSpec, input: Tensor, bias: Tensor | None, clamps: bool
+    layer: Any,
+    spec: table.ConvSpec,
+    input: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    clamps: bool,
 ) -> table.Convolve:
     """Return how blocks convolve with weight and positions."""
     from ..depthwise.block_plan import BlockPlan  # needs Triton
@@ -148,6 +153,7 @@ def _plan_of_elements(
         spec.stride,
         spec.dtype,
         elements=layer.kernel_count,
+        positions_dtype=positions.dtype,
         has_bias=bias is not None,
         window_by_torch=functools.partial(construct_by_torch, size=spec.window),
         clamps=clamps,

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from ..depthwise import element_kernels as kernels
 from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
-from ..depthwise.launching import Launch, NewTensor, Pass
+from ..depthwise.launching import Launch, NewTensor, Pass, Workspace
 from ..geometry import Pair, ceil_div
 from .bilinear_plain import construct_by_broadcasting, per_axis
 
@@ -40,7 +40,7 @@ def construct_windows(
         dtype: The dtype of the kernels. Default: weight's.
         clamps: Whether positions are clamped in place, too.
     """
-    if is_on_another_gpu(weight):
+    if not torch.compiler.is_compiling() and is_on_another_gpu(weight):
         with torch.cuda.device(weight.device):
             return construct_windows(weight, positions, size, dtype=dtype, clamps=clamps)
     dtype = dtype or weight.dtype
@@ -90,7 +90,7 @@ class _Construction(Function):
         size = ctx.size
         grad_weight: Tensor | None
         grad_positions: Tensor | None
-        if needs_torch(grad_windows):
+        if not torch.compiler.is_compiling() and needs_torch(grad_windows, None):
             grad_weight, grad_positions = gradients_by_torch(
                 partial(construct_by_torch, size=size, dtype=grad_windows.dtype),
                 (weight, clamped),
@@ -122,7 +122,7 @@ _passes: dict[tuple[object, ...], Pass] = {}
 
 
 def _run(
-    launch: Launch, given: dict[str, Tensor], results: dict[str, NewTensor | str]
+    launch: Launch, given: dict[str, Tensor], results: dict[str, NewTensor | str | Workspace]
 ) -> list[Tensor]:
     """Launch a kernel that takes the given tensors, and then the results."""
     is_compiling = torch.compiler.is_compiling()
@@ -132,7 +132,9 @@ def _run(
         key = (launch, *types, *results.values())
         found = _passes.get(key)
     if found is None:
-        found = Pass(list(given), results, [(launch, [*given, *results])])
+        launches = [(launch, [*given, *results])]
+        device = next(iter(given.values())).device
+        found = Pass(list(given), results, launches, Workspace(torch.uint8, device))
         if not is_compiling:
             _passes[key] = found
     return found.run(*given.values())
