@@ -4,7 +4,6 @@ They are hand-written autograd Functions. They are correct only for ordinary eag
 forward-mode AD, torch.func or tracing.
 """
 
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,12 @@ def is_eager(*tensors: Tensor) -> bool:
     False while a graph is traced, under torch.func and forward-mode AD, and for subclasses of
     Tensor.
     """
-    if torch.compiler.is_compiling() or _is_tracing():
-        return False
-    return _are_ordinary(tensors) and not _has_tangents()
+    for tensor in tensors:
+        if type(tensor) not in _ORDINARY:
+            return False
+    return not (
+        torch.compiler.is_compiling() or _is_tracing() or _transforms_active() or _has_tangents()
+    )
 
 
 def may_change_in_place(tensor: Tensor) -> bool:
@@ -48,13 +50,6 @@ def may_change_in_place(tensor: Tensor) -> bool:
 def _has_tangents() -> bool:
     """True if tensors may have tangents, of forward-mode AD."""
     return getattr(forward_ad, "_current_level", 0) >= 0
-
-
-def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
-    for tensor in tensors:
-        if type(tensor) not in _ORDINARY:
-            return False
-    return not _transforms_active()
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -91,7 +86,8 @@ def is_being_compiled(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_dynamo_compiling()
         and not _torch_is_exporting()
-        and _are_ordinary(tensors)
+        and _ORDINARY.issuperset(map(type, tensors))
+        and not _transforms_active()
     )
 
 

@@ -288,7 +288,7 @@ class DclsLayer(CheckedLayer):
             call = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
             return cast(Tensor, call)
         padding = self.padding
-        if not isinstance(padding, str | tuple):  # set after construction
+        if not isinstance(padding, (str, tuple)):  # set after construction
             padding = self.padding = self.on_every_axis(padding)
         # torch's convolution functions support neither these modes nor such padding.
         if (
