@@ -491,14 +491,19 @@ def network_rows(sizes: Sizes) -> Iterator[NetworkRow]:
         yield f"ConvNeXt-T, inference, {batch}", tiny, batch, {"training": False}
     name = f"ConvNeXt-T, training in float32, {sizes.float32}"
     yield name, tiny, sizes.float32, {"training": True, "half": False}
-    others: dict[str, tuple[int, dict[str, Any]]] = {
-        "convnext_base": (sizes.large, {"dilated_size": WINDOW}),
-        "resnet50": (sizes.others, {}),
-        "efficientnet_b0": (sizes.others, {}),
-    }
-    for name, (batch, window) in others.items():
+    others: tuple[tuple[str, int, dict[str, int]], ...] = (
+        ("convnext_base", sizes.large, {"dilated_size": WINDOW}),
+        ("resnet50", sizes.others, {"dilated_size": 5}),
+        ("resnet50", sizes.others, {"dilated_size": 7}),
+        ("efficientnet_b0", sizes.others, {}),
+    )
+    for name, batch, window in others:
         make = functools.partial(networks_of, name, sizes, **window)
-        yield f"{name}, training, {batch}", make, batch, {"training": True}
+        title = name
+        if name == "resnet50":
+            size = window["dilated_size"]
+            title = f"{name}, {size}x{size} windows"
+        yield f"{title}, training, {batch}", make, batch, {"training": True}
 
 
 def compiled_rows(sizes: Sizes) -> Iterator[NetworkRow]:
