@@ -17,14 +17,24 @@ written to the JSON file as soon as it is known, and at the end all are printed 
 - Kernels of the networks above: their time alone, construction's share of it (with blocks, the
   packing of maps is in it), and launches. They come last, because torch's profiler makes every
   later launch slower.
+
+A network and its converted copy are timed in turn: 20 steps of each to warm up, then 15 rounds of
+about 0.1 s, in alternating order, with the process on one core. A row has
+
+- ratio: original / converted, the median of the rounds' ratios; more than 1 if the converted
+  network is faster. ratio_quartiles are their quartiles. What slows the machine slows both networks
+  of a round, so the ratio is steadier than times are;
+- ms and images_per_second: of the median round of each network.
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import statistics
 import sys
@@ -72,8 +82,10 @@ class Sizes:
     compiled: int = 128
     graphed: int = 8
     layers: int = 128
-    round_seconds: float = 0.3
-    rounds: int = 3
+    warm_up: int = 20  # steps of each network
+    round_seconds: float = 0.1
+    rounds: int = 15
+    layer_rounds: int = 5  # of one graph alone, whose times hardly differ
     host_calls: int = 200
 
 
@@ -87,8 +99,10 @@ TINY = Sizes(
     compiled=2,
     graphed=1,
     layers=1,
+    warm_up=1,
     round_seconds=0.0,
-    rounds=1,
+    rounds=2,
+    layer_rounds=1,
     host_calls=2,
 )
 
@@ -136,23 +150,54 @@ class Run:
 # Times.
 
 
-def milliseconds(call: Call, sizes: Sizes) -> float:
-    """Return the median time of a call on the GPU's clock, after two calls to warm up."""
-    return milliseconds_in_turn({"": call}, sizes)[""]
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this process on one core, where the OS can; inductor's processes keep theirs."""
+    if sys.platform != "linux":
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    move_threads({max(cores)})
+    try:
+        yield
+    finally:
+        move_threads(cores)
 
 
-def milliseconds_in_turn(calls: dict[str, Call], sizes: Sizes) -> dict[str, float]:
-    """Return the median time of each call; all take turns in each round."""
-    counts = {}
-    for name, call in calls.items():
+def move_threads(cores: set[int]) -> None:
+    """Let all threads of this process, autograd's too, run on these cores only."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended, or may not be moved
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def times_in_turn(calls: dict[str, Call], sizes: Sizes) -> dict[str, list[float]]:
+    """Return the mean milliseconds of each call in each round.
+
+    Each round reverses the order of the round before it, so that no call is always the first.
+    """
+    with one_core():
+        counts = {name: calls_in_a_round(call, sizes) for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(sizes.rounds):
+            for name in calls if number % 2 == 0 else reversed(calls):
+                times[name].append(elapsed(calls[name], counts[name]))
+    return times
+
+
+def calls_in_a_round(call: Call, sizes: Sizes) -> int:
+    """Return how many calls take the time of a round, after some to warm up."""
+    for _ in range(sizes.warm_up):
         call()
-        first = elapsed(call, 2)
-        counts[name] = max(1, min(200, int(1e3 * sizes.round_seconds / max(first, 0.01))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(sizes.rounds):
-        for name, call in calls.items():
-            times[name].append(elapsed(call, counts[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return max(1, min(200, int(1e3 * sizes.round_seconds / max(elapsed(call, 2), 0.01))))
+
+
+def ratio_row(times: dict[str, list[float]]) -> Row:
+    """Return the median and the quartiles of the rounds' ratios, original / converted."""
+    pairs = zip(times["original"], times["converted"], strict=True)
+    ratios = [original / converted for original, converted in pairs]
+    low, median, high = statistics.quantiles(ratios, method="inclusive")
+    return {"ratio": median, "ratio_quartiles": [low, high]}
 
 
 def elapsed(call: Call, calls: int) -> float:
@@ -181,7 +226,10 @@ def graphed_milliseconds(call: Call, calls: int, sizes: Sizes) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             call()
-    return milliseconds(graph.replay, sizes) / calls
+    graph.replay()
+    count = calls_in_a_round(graph.replay, sizes)
+    rounds = [elapsed(graph.replay, count) for _ in range(sizes.layer_rounds)]
+    return statistics.median(rounds) / calls
 
 
 def gpu_time(call: Call) -> tuple[float, float, int]:
@@ -309,12 +357,13 @@ def host_row(module: nn.Module, sizes: Sizes) -> Row:
     for _ in range(3):
         step()
     rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(sizes.host_calls):
-            step()
-        rounds.append((time.perf_counter() - start) / sizes.host_calls * 1e6)
+    with one_core():
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(sizes.host_calls):
+                step()
+            rounds.append((time.perf_counter() - start) / sizes.host_calls * 1e6)
     return {"microseconds": statistics.median(rounds)}
 
 
@@ -365,14 +414,11 @@ class Networks:
             torch.cuda.reset_peak_memory_stats()
             call()
             peaks[state] = torch.cuda.max_memory_allocated() / 1e9
-        times = milliseconds_in_turn(calls, self.sizes)
-        row: Row = {"ratio": times["original"] / times["converted"]}
+        times = times_in_turn(calls, self.sizes)
+        row = ratio_row(times)
         for state in calls:
-            row[state] = {
-                "images_per_second": 1e3 * batch / times[state],
-                "ms": times[state],
-                "peak_gb": peaks[state],
-            }
+            ms = statistics.median(times[state])
+            row[state] = {"images_per_second": 1e3 * batch / ms, "ms": ms, "peak_gb": peaks[state]}
         return row
 
     def kernels_row(self, batch: int, *, training: bool, half: bool = True) -> Row:
@@ -525,7 +571,9 @@ def tables_of(rows: list[Row]) -> str:
     for row in rows:
         name = row["row"]
         if "ratio" in row:
-            cells = networks[name] = {"converted / original": f"{row['ratio']:.2f}"}
+            low, high = row["ratio_quartiles"]
+            ratio = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            cells = networks[name] = {"converted / original": ratio}
             for state in STATES:
                 cells[state] = f"{row[state]['images_per_second']:,.0f}"
                 cells[f"GB, {state}"] = f"{row[state]['peak_gb']:.2f}"
@@ -563,7 +611,7 @@ def text_of_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return " ".join(f"{number:.1e}" for number in value)
+        return " ".join(text_of_value(number) for number in value)
     if isinstance(value, dict):
         return f"({text_of(value)})"
     return str(value)
