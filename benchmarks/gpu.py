@@ -6,25 +6,43 @@ First it says whether blocks are taken, and whether they are exact. Then it meas
 until the time is over; a part that fails prints its error, and the next one begins. Each row is
 written to the JSON file as soon as it is known, and at the end all are printed as tables.
 
-- Networks: ConvNeXt-T as it is and converted to 17x17, in turn, in training (bfloat16 autocast,
-  AdamW), inference and float32; then ConvNeXt-B, ResNet-50 and EfficientNet-B0. Images a second,
-  peak memory.
+- ConvNeXt-T as it is and converted to 17x17, in training (bfloat16 autocast, AdamW; small batches
+  also with the whole step in a CUDA graph), inference and float32.
 - Host: time of a converted layer's step, for maps so small that the GPU waits for Python.
 - Accuracy: relative errors of the output, the input's gradient and the window's gradient beside
   float64 on the CPU, from the same rounded inputs.
 - Layers: GPU time of one depthwise convolution, by CUDA graphs, so that the host does not count.
+- Other networks, in training: ConvNeXt-B, ResNet-50 and EfficientNet-B0.
 - Compiled: the whole network by torch.compile, also with CUDA graphs.
 - Kernels of the networks above: their time alone, construction's share of it (with blocks, the
   packing of maps is in it), and launches. They come last, because torch's profiler makes every
   later launch slower.
+
+A network and its converted copy are timed in turn: 20 steps of each to warm up, then 15 rounds of
+about 0.1 s, in alternating order, with the process on one core. A row has
+
+- ratio: original / converted, the median of the rounds' ratios; more than 1 if the converted
+  network is faster. ratio_quartiles are their quartiles. What slows the machine slows both networks
+  of a round, so the ratio is steadier than times are;
+- ms and images_per_second: of the median round of each network;
+- step_gb: the peak of the memory that a step allocates beyond what is there before it: activations,
+  gradients, and what layers keep for the backward pass. With a CUDA graph, this stays reserved;
+- peak_gb: step_gb and what the step's own network holds between steps: parameters, buffers, the
+  optimizer's state, images and labels. What other networks hold, and libraries' workspaces, are not
+  counted.
+
+`python benchmarks/gpu.py --help` lists the options.
 """
 
 import argparse
+import contextlib
 import copy
 import functools
+import gc
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import statistics
 import sys
@@ -64,7 +82,8 @@ class Sizes:
     """What is measured, in images, pixels and seconds."""
 
     side: int = 224
-    training: tuple[int, ...] = (128, 256, 32, 8)
+    training: tuple[int, ...] = (128, 32, 8, 256)
+    whole_step: tuple[int, ...] = (32, 8)
     inference: tuple[int, ...] = (128, 8, 1)
     float32: int = 64
     large: int = 64  # ConvNeXt-B
@@ -72,14 +91,17 @@ class Sizes:
     compiled: int = 128
     graphed: int = 8
     layers: int = 128
-    round_seconds: float = 0.3
-    rounds: int = 3
+    warm_up: int = 20  # steps of each network
+    round_seconds: float = 0.1
+    rounds: int = 15
+    layer_rounds: int = 5  # of one graph alone, whose times hardly differ
     host_calls: int = 200
 
 
 TINY = Sizes(
     side=32,
     training=(2,),
+    whole_step=(2,),
     inference=(1,),
     float32=1,
     large=1,
@@ -87,8 +109,10 @@ TINY = Sizes(
     compiled=2,
     graphed=1,
     layers=1,
+    warm_up=1,
     round_seconds=0.0,
-    rounds=1,
+    rounds=2,
+    layer_rounds=1,
     host_calls=2,
 )
 
@@ -136,23 +160,54 @@ class Run:
 # Times.
 
 
-def milliseconds(call: Call, sizes: Sizes) -> float:
-    """Return the median time of a call on the GPU's clock, after two calls to warm up."""
-    return milliseconds_in_turn({"": call}, sizes)[""]
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this process on one core, where the OS can; inductor's processes keep theirs."""
+    if sys.platform != "linux":
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    move_threads({max(cores)})
+    try:
+        yield
+    finally:
+        move_threads(cores)
 
 
-def milliseconds_in_turn(calls: dict[str, Call], sizes: Sizes) -> dict[str, float]:
-    """Return the median time of each call; all take turns in each round."""
-    counts = {}
-    for name, call in calls.items():
+def move_threads(cores: set[int]) -> None:
+    """Let all threads of this process, autograd's too, run on these cores only."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended, or may not be moved
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def times_in_turn(calls: dict[str, Call], sizes: Sizes) -> dict[str, list[float]]:
+    """Return the mean milliseconds of each call in each round.
+
+    Each round reverses the order of the round before it, so that no call is always the first.
+    """
+    with one_core():
+        counts = {name: calls_in_a_round(call, sizes) for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(sizes.rounds):
+            for name in calls if number % 2 == 0 else reversed(calls):
+                times[name].append(elapsed(calls[name], counts[name]))
+    return times
+
+
+def calls_in_a_round(call: Call, sizes: Sizes) -> int:
+    """Return how many calls take the time of a round, after some to warm up."""
+    for _ in range(sizes.warm_up):
         call()
-        first = elapsed(call, 2)
-        counts[name] = max(1, min(200, int(1e3 * sizes.round_seconds / max(first, 0.01))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(sizes.rounds):
-        for name, call in calls.items():
-            times[name].append(elapsed(call, counts[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return max(1, min(200, int(1e3 * sizes.round_seconds / max(elapsed(call, 2), 0.01))))
+
+
+def ratio_row(times: dict[str, list[float]]) -> Row:
+    """Return the median and the quartiles of the rounds' ratios, original / converted."""
+    pairs = zip(times["original"], times["converted"], strict=True)
+    ratios = [original / converted for original, converted in pairs]
+    low, median, high = statistics.quantiles(ratios, method="inclusive")
+    return {"ratio": median, "ratio_quartiles": [low, high]}
 
 
 def elapsed(call: Call, calls: int) -> float:
@@ -170,18 +225,41 @@ def elapsed(call: Call, calls: int) -> float:
 
 def graphed_milliseconds(call: Call, calls: int, sizes: Sizes) -> float:
     """Return the GPU time of a call, from a CUDA graph of several."""
+    graph, _ = capture(call, calls)
+    graph.replay()
+    count = calls_in_a_round(graph.replay, sizes)
+    rounds = [elapsed(graph.replay, count) for _ in range(sizes.layer_rounds)]
+    return statistics.median(rounds) / calls
+
+
+def capture(call: Call, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, float]:
+    """Return a CUDA graph of several calls, and the peak of their memory in GB.
+
+    What the calls read must live as long as the graph.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    return milliseconds(graph.replay, sizes) / calls
+
+    def record() -> None:
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+
+    return graph, allocated_gb(record)
+
+
+def allocated_gb(call: Call) -> float:
+    """Return the peak of the memory that a call allocates, beyond what is there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def gpu_time(call: Call) -> tuple[float, float, int]:
@@ -309,12 +387,13 @@ def host_row(module: nn.Module, sizes: Sizes) -> Row:
     for _ in range(3):
         step()
     rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(sizes.host_calls):
-            step()
-        rounds.append((time.perf_counter() - start) / sizes.host_calls * 1e6)
+    with one_core():
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(sizes.host_calls):
+                step()
+            rounds.append((time.perf_counter() - start) / sizes.host_calls * 1e6)
     return {"microseconds": statistics.median(rounds)}
 
 
@@ -342,37 +421,49 @@ class Networks:
                 network.to(memory_format=torch.channels_last)
 
     def _steps(
-        self, batch: int, *, training: bool, half: bool = True, **options: Any
-    ) -> dict[str, Call]:
+        self,
+        batch: int,
+        *,
+        training: bool,
+        half: bool = True,
+        capturable: bool = False,
+        **options: Any,
+    ) -> dict[str, "Step"]:
         """Return a step of each network; options are those of torch.compile."""
         images = torch.randn(batch, 3, self.sizes.side, self.sizes.side, device="cuda")
         if self.channels_last:
             images = images.to(memory_format=torch.channels_last)
         labels = torch.randint(0, 1000, (batch,), device="cuda")
-        calls: dict[str, Call] = {}
+        steps = {}
         for state, network in self.states.items():
             network.train(training)
             function = torch.compile(network, **options) if options else network
-            calls[state] = step_of(network, function, images, labels, training, half)
-        return calls
+            steps[state] = Step(network, function, images, labels, half=half, capturable=capturable)
+        return steps
 
-    def row(self, batch: int, **options: Any) -> Row:
-        """Measure both networks in turn."""
-        calls = self._steps(batch, **options)
-        peaks = {}
-        for state, call in calls.items():
-            call()  # compiles
-            torch.cuda.reset_peak_memory_stats()
-            call()
-            peaks[state] = torch.cuda.max_memory_allocated() / 1e9
-        times = milliseconds_in_turn(calls, self.sizes)
-        row: Row = {"ratio": times["original"] / times["converted"]}
-        for state in calls:
-            row[state] = {
-                "images_per_second": 1e3 * batch / times[state],
-                "ms": times[state],
-                "peak_gb": peaks[state],
-            }
+    def row(self, batch: int, *, whole_step: bool = False, **options: Any) -> Row:
+        """Measure both networks in turn; with `whole_step`, a CUDA graph of each one's step."""
+        steps = self._steps(batch, capturable=whole_step, **options)
+        calls: dict[str, Call] = {}
+        memory: dict[str, dict[str, float]] = {}
+        for state, step in steps.items():
+            if not whole_step:
+                step()  # compiles, and makes the optimizer's state
+            # Garbage that is freed later would lower the peak. An old autograd graph would also
+            # run its part of the backward pass on its own stream, which no capture allows.
+            gc.collect()
+            if whole_step:
+                graph, step_gb = capture(step)
+                calls[state] = graph.replay
+            else:
+                step_gb = allocated_gb(step)
+                calls[state] = step
+            memory[state] = {"peak_gb": step.held_gb() + step_gb, "step_gb": step_gb}
+        times = times_in_turn(calls, self.sizes)
+        row = ratio_row(times)
+        for state in steps:
+            ms = statistics.median(times[state])
+            row[state] = {"images_per_second": 1e3 * batch / ms, "ms": ms, **memory[state]}
         return row
 
     def kernels_row(self, batch: int, *, training: bool, half: bool = True) -> Row:
@@ -389,28 +480,49 @@ class Networks:
         return row
 
 
-def step_of(
-    network: nn.Module,
-    function: Callable[[Tensor], Tensor],
-    images: Tensor,
-    labels: Tensor,
-    training: bool,
-    half: bool,
-) -> Call:
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+class Step:
+    """A step of a network, of training or inference, always with the same images and labels."""
 
-    def train() -> None:
-        with torch.autocast("cuda", torch.bfloat16, enabled=half):
-            loss = F.cross_entropy(function(images), labels)
+    def __init__(
+        self,
+        network: nn.Module,
+        function: Callable[[Tensor], Tensor],
+        images: Tensor,
+        labels: Tensor,
+        *,
+        half: bool,
+        capturable: bool,
+    ) -> None:
+        self.network = network
+        self.function = function  # the network, or the network compiled
+        self.images = images
+        self.labels = labels
+        self.optimizer = torch.optim.AdamW(
+            network.parameters(), lr=1e-4, fused=True, capturable=capturable
+        )
+        # Inside and outside of a CUDA graph, autocast must not share cached casts of parameters.
+        self.autocast = functools.partial(
+            torch.autocast, "cuda", torch.bfloat16, enabled=half, cache_enabled=not capturable
+        )
+
+    def __call__(self) -> None:
+        if not self.network.training:
+            with torch.no_grad(), self.autocast():
+                self.function(self.images)
+            return
+        with self.autocast():
+            loss = F.cross_entropy(self.function(self.images), self.labels)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        # Also for a capture: backward then makes the gradients anew, in the graph's memory.
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def infer() -> None:
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=half):
-            function(images)
-
-    return train if training else infer
+    def held_gb(self) -> float:
+        """Return the memory of what lives between steps."""
+        states = self.optimizer.state.values()
+        held = [self.images, self.labels, *self.network.parameters(), *self.network.buffers()]
+        held += [tensor for state in states for tensor in state.values()]
+        return sum(tensor.nbytes for tensor in held) / 1e9
 
 
 # The run.
@@ -448,7 +560,7 @@ def measure_all(run: Run) -> None:
     for dtype, channels_last in itertools.product(DTYPES, (True, False)):
         name = f"exact: {name_of(dtype)}, {'channels_last' if channels_last else 'contiguous'}"
         run.measure(name, exact_row, dtype, channels_last=channels_last)
-    for name, make, batch, options in network_rows(run.sizes):
+    for name, make, batch, options in tiny_rows(run.sizes):
         run.measure(name, network_row, make, batch, reserve=10, **options)
     conv = nn.Conv2d(96, 96, 7, padding=3, groups=96)
     run.measure("host: converted layer", host_row, new_layer(), run.sizes)
@@ -460,10 +572,13 @@ def measure_all(run: Run) -> None:
     for (channels, side), window in itertools.product(STAGES, (7, WINDOW, 31)):
         name = f"layer: {channels} @ {side}x{side}, {window}x{window}"
         run.measure(name, layer_row, channels, side, window, run.sizes)
+    for name, make, batch, options in other_rows(run.sizes):
+        run.measure(name, network_row, make, batch, reserve=10, **options)
     for name, make, batch, options in compiled_rows(run.sizes):
         run.measure(name, network_row, make, batch, reserve=70, **options)
-    for name, make, batch, options in network_rows(run.sizes):
-        run.measure(f"kernels: {name}", kernels_row, make, batch, **options)
+    for name, make, batch, options in [*tiny_rows(run.sizes), *other_rows(run.sizes)]:
+        if "whole_step" not in options:  # whose kernels are those of the same batch without it
+            run.measure(f"kernels: {name}", kernels_row, make, batch, **options)
 
 
 @functools.cache
@@ -483,29 +598,43 @@ def kernels_row(make: Callable[[], Networks], batch: int, **options: Any) -> Row
 NetworkRow = tuple[str, Callable[[], Networks], int, dict[str, Any]]  # name, networks, batch
 
 
-def network_rows(sizes: Sizes) -> Iterator[NetworkRow]:
-    tiny = functools.partial(networks_of, "convnext_tiny", sizes, dilated_size=WINDOW)
+def tiny_networks(sizes: Sizes) -> Callable[[], Networks]:
+    return functools.partial(networks_of, "convnext_tiny", sizes, dilated_size=WINDOW)
+
+
+def tiny_rows(sizes: Sizes) -> Iterator[NetworkRow]:
+    tiny = tiny_networks(sizes)
     for batch in sizes.training:
         yield f"ConvNeXt-T, training, {batch}", tiny, batch, {"training": True}
+    for batch in sizes.whole_step:
+        name = f"ConvNeXt-T, training, whole step as a CUDA graph, {batch}"
+        yield name, tiny, batch, {"training": True, "whole_step": True}
     for batch in sizes.inference:
         yield f"ConvNeXt-T, inference, {batch}", tiny, batch, {"training": False}
     name = f"ConvNeXt-T, training in float32, {sizes.float32}"
     yield name, tiny, sizes.float32, {"training": True, "half": False}
-    others: dict[str, tuple[int, dict[str, Any]]] = {
-        "convnext_base": (sizes.large, {"dilated_size": WINDOW}),
-        "resnet50": (sizes.others, {}),
-        "efficientnet_b0": (sizes.others, {}),
-    }
-    for name, (batch, window) in others.items():
+
+
+def other_rows(sizes: Sizes) -> Iterator[NetworkRow]:
+    others: tuple[tuple[str, int, dict[str, int]], ...] = (
+        ("convnext_base", sizes.large, {"dilated_size": WINDOW}),
+        ("resnet50", sizes.others, {"dilated_size": 5}),
+        ("resnet50", sizes.others, {"dilated_size": 7}),
+        ("efficientnet_b0", sizes.others, {}),
+    )
+    for name, batch, window in others:
         make = functools.partial(networks_of, name, sizes, **window)
-        yield f"{name}, training, {batch}", make, batch, {"training": True}
+        title = name
+        if name == "resnet50":
+            size = window["dilated_size"]
+            title = f"{name}, {size}x{size} windows"
+        yield f"{title}, training, {batch}", make, batch, {"training": True}
 
 
 def compiled_rows(sizes: Sizes) -> Iterator[NetworkRow]:
-    tiny = functools.partial(networks_of, "convnext_tiny", sizes, dilated_size=WINDOW)
     for mode, batch in (("default", sizes.compiled), ("reduce-overhead", sizes.graphed)):
         name = f"ConvNeXt-T, training, compiled ({mode}), {batch}"
-        yield name, tiny, batch, {"training": True, "mode": mode}
+        yield name, tiny_networks(sizes), batch, {"training": True, "mode": mode}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -520,10 +649,13 @@ def tables_of(rows: list[Row]) -> str:
     for row in rows:
         name = row["row"]
         if "ratio" in row:
-            cells = networks[name] = {"converted / original": f"{row['ratio']:.2f}"}
+            low, high = row["ratio_quartiles"]
+            ratio = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            cells = networks[name] = {"converted / original": ratio}
             for state in STATES:
                 cells[state] = f"{row[state]['images_per_second']:,.0f}"
                 cells[f"GB, {state}"] = f"{row[state]['peak_gb']:.2f}"
+                cells[f"GB of a step, {state}"] = f"{row[state]['step_gb']:.2f}"
         elif name.startswith("kernels: "):
             cells = kernels[name.removeprefix("kernels: ")] = {}
             for state in STATES:
@@ -558,7 +690,7 @@ def text_of_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return " ".join(f"{number:.1e}" for number in value)
+        return " ".join(text_of_value(number) for number in value)
     if isinstance(value, dict):
         return f"({text_of(value)})"
     return str(value)

@@ -1,5 +1,6 @@
 """Benchmarks: documents show the stored results, and what is timed computes the same."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,22 @@ def test_constructions_that_are_timed_give_the_same_kernels():
 def test_all_that_scripts_import_of_the_package_is_there(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{BENCHMARKS}:{BENCHMARKS.parent}")
     run("-c", IMPORT_ALL, *sorted(BENCHMARKS.glob("*.py")))
+
+
+def test_neither_a_slower_machine_nor_one_bad_round_changes_the_ratio_of_networks(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    gpu = importlib.import_module("gpu")
+    milliseconds = {"original": 3.0, "converted": 2.0}
+    timed = []
+
+    def elapsed(name, calls):
+        timed.append(name)
+        finished_rounds = (len(timed) - 1) // 2
+        bad = 7 if len(timed) == 9 else 1
+        return milliseconds[name] * bad * 2**finished_rounds
+
+    monkeypatch.setattr(gpu, "calls_in_a_round", lambda call, sizes: 1)
+    monkeypatch.setattr(gpu, "elapsed", elapsed)
+    times = gpu.times_in_turn({name: name for name in milliseconds}, gpu.Sizes(rounds=15))
+    assert gpu.ratio_row(times) == {"ratio": 1.5, "ratio_quartiles": [1.5, 1.5]}
+    assert timed[:4] == ["original", "converted", "converted", "original"]

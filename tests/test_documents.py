@@ -3,7 +3,8 @@ pictures are what the program prints.
 
 The blocks of a page run in order, in one folder: `python` blocks in one namespace, the lines of
 `console` blocks as commands. A block with a title is a file of that name. The line below a `$ ` is
-the last that the command prints, or its beginning if it ends in `...`.
+the last that the command prints, or its beginning if it ends in `...`. A block with a CUDA graph
+needs a GPU.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import sys
 import warnings
 import xml.etree.ElementTree
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -40,6 +42,7 @@ PAGES = {
 }
 # Of the extra thirdparty. Where one is missing, the rest of a section that names it is left out.
 OTHER_LIBRARIES = ("lightning", "transformers")
+CUDA_GRAPH = "torch.cuda.CUDAGraph"
 # Text in the pages, and what is run in its place: small networks, and few images and epochs.
 STAND_INS = {
     "python examples/": f"python {ROOT}/examples/",
@@ -165,6 +168,8 @@ def run_blocks(section: str, page: str, namespace: dict[str, object]) -> None:
         libraries = [name for name in OTHER_LIBRARIES if name in block]
         if any(importlib.util.find_spec(name) is None for name in libraries):
             return
+        if CUDA_GRAPH in block and not torch.cuda.is_available():
+            continue
         if title:
             Path(title).write_text(block)
         elif language == "python":
@@ -176,6 +181,40 @@ def run_blocks(section: str, page: str, namespace: dict[str, object]) -> None:
             run_console(block)
         else:
             assert language == "bibtex", f"{page}: nothing runs a block of {language!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_replay_of_the_cuda_graph_trains_as_an_eager_step_does():
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGES["speed.md"], re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if CUDA_GRAPH in block]
+    namespace: dict[str, Any] = {}
+    exec(compile(block.replace("convnext_tiny", TINY), "speed.md", "exec"), namespace)
+    model, optimizer = namespace["model"], namespace["optimizer"]
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    trained = [*model.parameters(), *states]
+    start = [tensor.detach().clone() for tensor in trained]
+
+    def change() -> torch.Tensor:
+        pairs = zip(model.parameters(), start, strict=False)  # `start` has the states, too
+        return torch.cat([(now - before).detach().flatten() for now, before in pairs])
+
+    namespace["graph"].replay()
+    replayed = change()
+    with torch.no_grad():
+        for tensor, before in zip(trained, start, strict=True):
+            tensor.copy_(before)
+    namespace["step"]()
+    stepped = change()
+    assert stepped.norm() > 0
+    assert (replayed - stepped).norm() < 0.05 * stepped.norm()  # sums in another order
+
+    for group in optimizer.param_groups:
+        group["lr"].zero_()
+    namespace["graph"].replay()  # clamps positions that the last step moved out of the window
+    start = [tensor.detach().clone() for tensor in trained]
+    namespace["graph"].replay()
+    assert change().norm() == 0
 
 
 @pytest.mark.parametrize("page", PAGES)
