@@ -177,8 +177,8 @@ def _characters_of(font: "TTFont") -> set[str]:
     return {chr(code) for code in font.getBestCmap()}
 
 
-def draw(file: str, characters: Sequence[str]) -> list["Image.Image"]:
-    """Draw each character in black in the middle of a white image of 48 x 48 pixels."""
+def draw(file: str, characters: Sequence[str], side: int = SIDE) -> list["Image.Image"]:
+    """Draw each character in black in the middle of a white image of side x side pixels."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.truetype(str(FONTS / file), TYPE_SIZE)
@@ -189,7 +189,7 @@ def draw(file: str, characters: Sequence[str]) -> list["Image.Image"]:
         left, top, right, bottom = canvas.textbbox((0, 0), character, font=font)
         corner = ((DRAWN_SIDE - left - right) / 2, (DRAWN_SIDE - top - bottom) / 2)
         canvas.text(corner, character, font=font, fill=0)
-        images.append(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+        images.append(image.resize((side, side), Image.Resampling.BICUBIC))
     return images
 
 

@@ -62,3 +62,24 @@ def test_neither_a_slower_machine_nor_one_bad_round_changes_the_ratio_of_network
     times = gpu.times_in_turn({name: name for name in milliseconds}, gpu.Sizes(rounds=15))
     assert gpu.ratio_row(times) == {"ratio": 1.5, "ratio_quartiles": [1.5, 1.5]}
     assert timed[:4] == ["original", "converted", "converted", "original"]
+
+
+def test_a_long_training_fits_into_its_minutes_or_leaves_networks_out(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    script = importlib.import_module("long_training")
+    steps = 36
+    for seconds in (1e-4, 0.01, 0.05, 0.2, 1.0):
+        times = dict.fromkeys(script.NETWORKS, seconds)
+        networks, epochs = script.plan(times, steps, 600.0)
+        assert networks[:2] == ["original", "17"]
+        planned = script.SEEDS * epochs * steps * sum(times[name] for name in networks)
+        assert planned <= 600 or epochs == 1
+        assert len(networks) == 2 or script.MIN_EPOCHS <= epochs <= script.MAX_EPOCHS
+
+
+@pytest.mark.processes
+def test_a_long_training_runs_in_miniature(tmp_path):
+    output = tmp_path / "runs.jsonl"
+    printed = run(BENCHMARKS / "long_training.py", "--tiny", "--output", output)
+    assert "PLAN: 5 seeds of original, 17, 17-frozen, 17-dense, 17-kernel; 1 epochs" in printed
+    assert run(BENCHMARKS / "long_training.py", "--table", output) in printed

@@ -4,7 +4,6 @@ They are hand-written autograd Functions. They are correct only for ordinary eag
 forward-mode AD, torch.func or tracing.
 """
 
-
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
