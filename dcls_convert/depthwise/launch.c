@@ -69,7 +69,9 @@ static PyObject *run(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
   }
   if (PyErr_Occurred()) return NULL;
   char *end = next + length;
-  while (next < end) {
+  int error = 0;
+  Py_BEGIN_ALLOW_THREADS;  // a launch waits while the GPU's queue is full
+  while (next < end && !error) {
     Launch *launch = (Launch *)next;
     int64_t *value = (int64_t *)(launch + 1);
     uint64_t values[MAX_PARAMETERS] = {0};  // the last ones are Triton's, which stay NULL
@@ -80,11 +82,12 @@ static PyObject *run(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     for (unsigned i = 0; i < launch->sizes; i++) values[used++] = *value++;
     for (unsigned i = 0; i < MAX_PARAMETERS; i++) parameters[i] = &values[i];
     uint32_t *grid = launch->grid;
-    int error = cu_launch((void *)launch->function, grid[0], grid[1], grid[2], launch->threads, 1,
-                          1, launch->shared, stream, parameters, NULL);
-    if (failed(error, "cuLaunchKernel")) return NULL;
+    error = cu_launch((void *)launch->function, grid[0], grid[1], grid[2], launch->threads, 1, 1,
+                      launch->shared, stream, parameters, NULL);
     next = (char *)value;
   }
+  Py_END_ALLOW_THREADS;
+  if (failed(error, "cuLaunchKernel")) return NULL;
   Py_RETURN_NONE;
 }
 

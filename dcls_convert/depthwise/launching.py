@@ -2,7 +2,7 @@
 
 Triton's own launch inspects all arguments in every call, to find the program that was compiled for
 them. A `Pass` finds its programs once. On NVIDIA's GPUs, a function in C (`launch.c`) then launches
-them all, on addresses. Elsewhere, and if it cannot be built, Triton launches each; so it does under
+them all. Elsewhere, and if it cannot be built, Triton launches each; so it does under
 `torch.compile`, where launches become parts of the graph, and in Triton's interpreter.
 """
 
@@ -242,7 +242,7 @@ def packed(launch: Launch, program: Any, places: Sequence[tuple[int, int]]) -> b
         f"=Q8I{len(pointers) + len(launch.sizes)}q",
         program.function,
         *launch.grid,
-        launch.warps * WARP,
+        program.metadata.num_warps * WARP,
         program.metadata.shared,
         len(places),
         len(launch.sizes),

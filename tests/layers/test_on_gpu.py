@@ -18,6 +18,7 @@ from .common import close, every_interpolation, randn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from dcls_convert.depthwise import launching
 from dcls_convert.depthwise.blocks import convolve_by_plan
 
 pytestmark = [
@@ -130,6 +131,21 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
     convolves = [convolve for layer in model for convolve, _ in layer._convs.values()]
     in_blocks = [getattr(convolve, "func", None) is convolve_by_plan for convolve in convolves]
     assert set(in_blocks) == {True, False}
+
+
+def test_one_call_for_a_pass_gives_the_bits_of_tritons_own_launches(monkeypatch):
+    model = network()
+    images = torch.randn(32, 6, 40, 40, device="cuda", requires_grad=True)
+    leaves = [images, *model.parameters()]
+
+    def step():
+        return torch.autograd.grad(model(images).square().mean(), leaves)
+
+    results = step()
+    monkeypatch.setattr(launching, "launch_function", lambda: None)
+    for layer in model:
+        layer._convs.clear()
+    assert all(torch.equal(*pair) for pair in zip(results, step(), strict=True))
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():
