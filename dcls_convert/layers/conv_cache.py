@@ -110,7 +110,8 @@ def prepare_conv(
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
         algorithm = table.find_algorithm(spec, input, *learnt, eager=eager)
     takes_elements = (
-        layer.interpolation == "bilinear"
+        dtype is not None
+        and layer.interpolation == "bilinear"
         and not layer.dense_axes
         and min(layer.dilated_kernel_size) > 1
         and positions.device == input.device

@@ -14,6 +14,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
@@ -262,6 +263,9 @@ def dense_layers():
     with torch.autocast("cpu", torch.float16):
         outputs = layer(images)
     assert outputs.dtype == torch.float16
+    layer.bias = None
+    with pytest.raises(RuntimeError, match="type"):  # as torch refuses it
+        layer(images.half())
     # Not in bfloat16, to which the interpreter rounds in another way.
     elements = [layer.weight, layer.positions]
     rounded = construct_windows(*elements, (7, 5), dtype=torch.float16)
