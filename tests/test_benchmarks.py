@@ -69,10 +69,10 @@ def test_a_long_training_fits_into_its_minutes_or_leaves_networks_out(monkeypatc
     script = importlib.import_module("long_training")
     steps = 36
     for seconds in (1e-4, 0.01, 0.05, 0.2, 1.0):
-        times = dict.fromkeys(script.NETWORKS, seconds)
+        times = dict.fromkeys(script.NETWORKS, script.Times(step=seconds, rest=2.0))
         networks, epochs = script.plan(times, steps, 600.0)
         assert networks[:2] == ["original", "17"]
-        planned = script.SEEDS * epochs * steps * sum(times[name] for name in networks)
+        planned = script.SEEDS * sum(times[name].of_run(epochs * steps) for name in networks)
         assert planned <= 600 or epochs == 1
         assert len(networks) == 2 or script.MIN_EPOCHS <= epochs <= script.MAX_EPOCHS
 
