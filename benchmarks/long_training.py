@@ -12,13 +12,14 @@ to test with. The network is ConvNeXt-Pico with a stem of two pixels, so that it
 8 and 4 cells. Beside it, with windows of 17x17: "17" (elements start anywhere near the centre, by
 the default), "17-kernel" (in the place of the old kernel), "17-frozen" (positions are not
 trained), and "17-dense" (plain convolutions with kernels as large as the window). For each seed,
-all start from the same weights and see the same images in the same order.
+all start from the same weights but for these convolutions, and see the same images in the same
+order.
 
 Everything is decided before the first result: each network is timed for a few steps; then the
 number of epochs is the largest, of at most MAX_EPOCHS, for which SEEDS seeds of all networks fit
-into the minutes. If fewer than MIN_EPOCHS fit, the last networks are left out. The plan is printed.
-No run begins that would end too late. The verdict is that of examples/compare.py, corrected for
-all networks beside the original, whatever comes out.
+into what is left of the minutes. If fewer than MIN_EPOCHS fit, the last networks are left out. The
+plan is printed. No run begins that would end too late. The verdict is that of examples/compare.py,
+corrected for all networks beside the original, whatever comes out.
 """
 
 import argparse

@@ -34,7 +34,7 @@ SIDE = tl.constexpr(BLOCK_SIDE)
 CELLS = tl.constexpr(BLOCK_SIDE * BLOCK_SIDE)
 PACK_CHANNELS = tl.constexpr(64)  # channels that one program of `pack` copies
 SUMMED_BLOCKS = tl.constexpr(1024)  # blocks that `gradient_of_bias` adds at once
-GATHERED = tl.constexpr(16)  # elements whose gradients a program adds up
+GATHERED = tl.constexpr(16)  # elements, or cells of a window, whose gradients a program adds up
 
 STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
 MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]

@@ -43,7 +43,9 @@ class BlockPlan:
     """How maps of one shape are convolved on one device; keeps its passes.
 
     The bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E). Or weight is windows
-    (C, 1, R, S), and positions are any tensor.
+    (C, 1, R, S); positions are then any tensor, and neither they nor their gradients are written.
+
+    Kernels without a bias, or sums, still take a tensor in its place, and ignore it.
 
     Args:
         maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
@@ -159,7 +161,9 @@ class BlockPlan:
 
         They are those of the maps, if `of_maps`, and of bias, weight and positions, if `of_kernel`.
         """
-        launches, gradient = self._find_pass(gradient, self._backward, of_maps, of_kernel)
+        launches, gradient = self._find_pass(
+            gradient, self._backward, of_maps, of_kernel, weight.dtype
+        )
         return launches.run(gradient, weight.contiguous(), *saved)
 
     def _find_pass(
@@ -167,12 +171,15 @@ class BlockPlan:
     ) -> tuple[Pass, Tensor]:
         """Return the pass that packs these maps, kept from an earlier call or new, and the maps.
 
-        They are copied if they begin at a wrong address or their rows are too far apart.
+        They are copied if they begin at a wrong address, their rows are too far apart, or torch has
+        not negated them yet.
         """
-        if self.is_traced:
+        if torch.compiler.is_compiling():
             maps = self._packable(maps)
             return make(maps.stride(), *options), maps
-        key = (maps.stride(), maps.data_ptr() % LOAD_BYTES, maps.dtype, *options)
+        # Maps that must be copied are never found.
+        offset = maps.data_ptr() % LOAD_BYTES
+        key = (maps.stride(), offset, maps.is_neg(), maps.dtype, *options)
         found = self._passes.get(key)
         if found is None:
             packable = self._packable(maps)
@@ -182,8 +189,10 @@ class BlockPlan:
         return found, maps
 
     def _packable(self, maps: Tensor) -> Tensor:
-        if not self.is_traced and maps.data_ptr() % LOAD_BYTES:
-            maps = maps.clone()
+        if not torch.compiler.is_compiling():
+            maps = maps.resolve_neg()
+            if maps.data_ptr() % LOAD_BYTES:
+                maps = maps.clone()
         if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
             maps = maps.clone(memory_format=self._memory_format)
         return maps
@@ -191,7 +200,7 @@ class BlockPlan:
     def _forward(self, strides: Sequence[int], saves: bool) -> Pass:
         """Pack the maps and make the bank, convolve, and unpack."""
         given = ["maps", "weight", "positions"]
-        results: dict[str, NewTensor | str | Workspace] = {"output": self.output}
+        results: dict[str, NewTensor | Workspace] = {"output": self.output}
         scratch = [{"convolved": self._blocks}]
         if not saves:
             scratch += [{name: new} for name, new in self._saved.items()]
@@ -199,7 +208,7 @@ class BlockPlan:
             results |= self._saved
         else:
             results["saved"] = self.saved
-        bias = "blocks"  # without one, the kernel ignores this argument, but it must be a tensor
+        bias = "blocks"  # in its place, if there is none
         if self.has_bias:
             bias = "bias"
             given.append(bias)
@@ -211,13 +220,15 @@ class BlockPlan:
         ]
         return Pass(given, results, launches, Workspace(torch.uint8, self.device, *scratch))
 
-    def _backward(self, strides: Sequence[int], of_maps: bool, of_kernel: bool) -> Pass:
+    def _backward(
+        self, strides: Sequence[int], of_maps: bool, of_kernel: bool, weight_dtype: torch.dtype
+    ) -> Pass:
         """Pack the output's gradient, and compute the gradients that are asked for."""
         saved: list[str | Workspace] = [*self._saved] if self.is_traced else [self.saved]
-        results: dict[str, NewTensor | str | Workspace] = {}
+        results: dict[str, NewTensor | Workspace] = {}
         scratch = [{"gradients": self._blocks}]
         later: dict[str, NewTensor] = {}
-        sums = "gradient"  # without a bias, kernels ignore this argument, too
+        sums = "gradient"  # in their place, if there are none
         has_sums = self.has_bias and of_kernel
         if has_sums:
             sums = "sums"
@@ -233,7 +244,8 @@ class BlockPlan:
             ]
         if of_kernel:
             results["grad_bias"] = self._new(self.channels, dtype=torch.float32)
-            results["grad_weight"] = "weight"
+            shape = self.window if self.of_windows else (self.elements,)
+            results["grad_weight"] = self._new(self.channels, 1, *shape, dtype=weight_dtype)
             results["grad_positions"] = self._saved["clamped"]
             of_bank, of_elements, parts = self._gradients_of_kernel()
             bank = self._saved["bank"].shape

@@ -64,7 +64,7 @@ def is_on_another_gpu(tensor: Tensor) -> bool:
 class _Convolution(Function):
     """Maps (N, C, H, W), bias (C), weight (C, 1, E), positions (2, C, 1, E) -> (N, C, H', W').
 
-    Saved blocks are an output too, so that gradients of gradients flow through them.
+    What is saved is an output too, so that gradients of gradients flow through its blocks.
     """
 
     @staticmethod
@@ -92,27 +92,25 @@ class _Convolution(Function):
         plan: BlockPlan = ctx.plan
         weight, *saved = ctx.saved_tensors
         _, of_maps, of_bias, of_weight, of_positions = ctx.needs_input_grad
-        if not plan.is_traced and needs_torch(grad_output, grad_saved):
+        if needs_torch(grad_output, grad_saved):
             return None, *_backward_by_torch(
                 plan, weight, ctx.positions, saved[0], grad_output, grad_saved
             )
         if grad_output is None:
             return None, None, None, None, None
         of_kernel = of_weight or of_positions
-        gradients: list[Tensor | None] = []
+        grad_maps = grad_bias = grad_weight = grad_positions = None
         if of_maps or of_kernel:
-            gradients += plan.gradients(
-                grad_output, weight, saved, of_maps=of_maps, of_kernel=of_kernel
-            )
-        if not of_maps:
-            gradients.insert(0, None)
-        if not of_kernel:
-            gradients += (None, None, None)
-            if of_bias:
-                gradients[1] = grad_output.sum((0, 2, 3), dtype=torch.float32)
-        elif not plan.has_bias:
-            gradients[1] = None
-        return None, *gradients
+            found = plan.gradients(grad_output, weight, saved, of_maps=of_maps, of_kernel=of_kernel)
+            if of_kernel:
+                *found, grad_bias, grad_weight, grad_positions = found
+            if of_maps:
+                (grad_maps,) = found
+        if not of_bias:  # perhaps there is none
+            grad_bias = None
+        elif not of_kernel:
+            grad_bias = grad_output.sum((0, 2, 3), dtype=torch.float32)
+        return None, grad_maps, grad_bias, grad_weight, grad_positions
 
 
 def _backward_by_torch(
@@ -165,11 +163,13 @@ def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
 
 
 def needs_torch(grad_output: Tensor | None, grad_saved: Tensor | None) -> bool:
-    """True if kernels cannot compute a backward pass that is not traced.
+    """True if kernels cannot compute a backward pass.
 
     Then its gradients must be differentiable, or are batched, or there is a gradient of the saved
     output, as when gradients are differentiated.
     """
+    if torch.compiler.is_compiling():
+        return False
     if grad_output is None or grad_saved is not None:
         return True
     return torch.is_grad_enabled() or is_batched(grad_output)

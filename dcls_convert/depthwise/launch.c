@@ -21,7 +21,8 @@ static PyObject *data_ptr;  // the name of the method
 enum { MAX_TENSORS = 16, MAX_PARAMETERS = 32 };
 
 // A launch, as `launching.packed` writes it. After it come the pointers, as pairs of a tensor's
-// number and an offset in bytes, and then the sizes; each is an int64.
+// number and an offset in bytes, and then the sizes; each is an int64. Kernels take sizes of 32 bits:
+// CUDA reads the lower half.
 typedef struct {
   uint64_t function;
   uint32_t grid[3];

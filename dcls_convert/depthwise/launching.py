@@ -135,8 +135,7 @@ class Pass:
 
     Args:
         given: Names of tensors, which are contiguous but for maps; or workspaces.
-        results: What the pass makes: tensors, or tensors like the given ones that are named, or
-            workspaces.
+        results: What the pass makes.
         launches: Each with the names of its kernel's tensors.
         scratch: What is needed only during the pass.
     """
@@ -146,9 +145,9 @@ class Pass:
     def __init__(
         self,
         given: Sequence[str | Workspace],
-        results: dict[str, NewTensor | str | Workspace],
+        results: dict[str, NewTensor | Workspace],
         launches: Sequence[tuple[Launch, Sequence[str]]],
-        scratch: Workspace,
+        scratch: Workspace | None = None,
     ) -> None:
         self.given = given
         self.results = results
@@ -177,14 +176,11 @@ class Pass:
         for one, tensor in zip(self.given, given, strict=True):
             add(one, tensor)
         for name, new in self.results.items():
-            if isinstance(new, str):
-                result = torch.empty_like(tensors[new])
-            else:
-                result = new.maker()()
-            add(new if isinstance(new, Workspace) else name, result)
-            results.append(result)
-        for name, part in self.scratch.parts.items():
-            tensors[name] = part.maker()()
+            results.append(new.maker()())
+            add(new if isinstance(new, Workspace) else name, results[-1])
+        if self.scratch is not None:
+            for name, part in self.scratch.parts.items():
+                tensors[name] = part.maker()()
         for launch, names in self.launches:
             launch.by_triton([tensors[name] for name in names])
         return results
@@ -213,13 +209,12 @@ class Pass:
             add(one, number, tensor.dtype)
         makers: list[Callable[[], Tensor]] = []
         for number, (name, new) in enumerate(self.results.items(), start=len(given)):
-            if isinstance(new, str):
-                like = given[self.given.index(new)]
-                new = NewTensor(tuple(like.shape), like.stride(), like.dtype, device)
             makers.append(new.maker())
             add(new if isinstance(new, Workspace) else name, number, new.dtype)
-        new_scratch = self.scratch.maker()
-        add(self.scratch, len(given) + len(makers), self.scratch.dtype)
+        scratch_makers: list[Callable[[], Tensor]] = []
+        if self.scratch is not None:
+            scratch_makers.append(self.scratch.maker())
+            add(self.scratch, len(given) + len(makers), self.scratch.dtype)
         launches = b""
         for launch, names in self.launches:
             program = compiled_program(launch, tuple(dtypes[name] for name in names), device)
@@ -229,7 +224,8 @@ class Pass:
 
         def run(*given: Tensor) -> list[Tensor]:
             results = list(map(operator.call, makers))
-            launch_all(launches, index, current_stream(index), *given, *results, new_scratch())
+            scratch = map(operator.call, scratch_makers)
+            launch_all(launches, index, current_stream(index), *given, *results, *scratch)
             return results
 
         return run
@@ -257,7 +253,10 @@ _programs: dict[tuple[object, ...], Any] = {}
 
 
 def compiled_program(launch: Launch, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Any:
-    """Return the program of a launch, compiled and loaded on the current GPU."""
+    """Return the program of a launch, compiled and loaded on the current GPU.
+
+    It serves all sizes: none is specialised, and all are below 2**31.
+    """
     key = (launch.kernel, dtypes, launch.constants, launch.warps, launch.stages, device)
     program = _programs.get(key)
     if program is None:

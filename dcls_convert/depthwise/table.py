@@ -262,7 +262,7 @@ def warn_of_slow_window(window: Pair) -> None:
     """Say, once for each window, that torch convolves it."""
     logger.warning(
         "a depthwise window of %s is convolved by torch, which is slow on GPUs; this package's "
-        "kernels need odd windows of 3x3 to %s, a padding that keeps the size, stride 1 or 2, and "
+        "kernels need odd windows of up to %s, a padding that keeps the size, stride 1 or 2, and "
         "bfloat16, float16 or float32",
         size_text(window),
         size_text((MAX_WINDOW_SIDE, MAX_WINDOW_SIDE)),

@@ -30,7 +30,7 @@ class ConvCache(dict[tuple[object, ...], PreparedConv]):
     def keep(self, key: tuple[object, ...], conv: PreparedConv) -> None:
         """Remember a convolution, and forget the oldest one if there are many."""
         if len(self) >= MAX_CONVS:
-            del self[next(iter(self))]
+            self.pop(next(iter(self)), None)  # perhaps another thread's pass was first
         self[key] = conv
 
 
@@ -165,11 +165,9 @@ def _torch_after_construction(
     from .gpu_construction import construct_windows  # needs Triton
 
     by_torch = table.TORCH.prepare(spec, input, bias)
-    output_dtype = layer.output_dtype
 
     def convolve(input: Tensor, bias: Tensor | None, weight: Tensor, positions: Tensor) -> Tensor:
         kernel = construct_windows(weight, positions, spec.window, dtype=spec.dtype, clamps=clamps)
-        output = by_torch(input, bias, kernel)
-        return output if output_dtype is None else output.to(output_dtype)
+        return by_torch(input, bias, kernel)
 
     return convolve

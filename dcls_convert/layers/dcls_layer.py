@@ -9,8 +9,8 @@ One forward pass of a 2-D layer, on a CPU:
    constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. oneDNN's algorithm or torch's convolves.
 
-On a GPU, the block kernels do steps 3 and 4 together if the interpolation is bilinear
-(`gpu_construction.py`).
+On a GPU, for bilinear elements, block kernels do steps 3 and 4 together (`depthwise/blocks.py`), or
+one launch does step 3 (`gpu_construction.py`).
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -342,8 +342,9 @@ class DclsLayer(CheckedLayer):
                 self._clamp_before_use_(positions, None)
             if self.traits.transform_weight is not None:
                 weight = self.traits.transform_weight(self, weight)
-            return convolve(input, bias, weight, positions)
-        output = convolve(input, bias, self._clamped_kernel(weight, positions, eager=eager))
+            output = convolve(input, bias, weight, positions)
+        else:
+            output = convolve(input, bias, self._clamped_kernel(weight, positions, eager=eager))
         if self.output_dtype is None:
             return output
         return output.to(self.output_dtype)

@@ -74,7 +74,7 @@ class _Construction(Function):
             {"weight": weight.contiguous(), "positions": positions.contiguous()},
             {
                 "windows": NewTensor.contiguous((*shape, *size), dtype, weight.device),
-                "clamped": "positions",
+                "clamped": _like(positions),
             },
         )
         ctx.save_for_backward(weight, clamped)
@@ -90,7 +90,7 @@ class _Construction(Function):
         size = ctx.size
         grad_weight: Tensor | None
         grad_positions: Tensor | None
-        if not torch.compiler.is_compiling() and needs_torch(grad_windows, None):
+        if needs_torch(grad_windows, None):
             grad_weight, grad_positions = gradients_by_torch(
                 partial(construct_by_torch, size=size, dtype=grad_windows.dtype),
                 (weight, clamped),
@@ -111,7 +111,7 @@ class _Construction(Function):
                     "clamped": clamped,
                     "gradient": grad_windows.contiguous(),
                 },
-                {"grad_weight": "weight", "grad_positions": "clamped"},
+                {"grad_weight": _like(weight), "grad_positions": _like(clamped)},
             )
         return grad_weight, add(grad_positions, grad_clamped), None, None, None
 
@@ -121,8 +121,13 @@ class _Construction(Function):
 _passes: dict[tuple[object, ...], Pass] = {}
 
 
+def _like(tensor: Tensor) -> NewTensor:
+    """Return a contiguous tensor that is otherwise like this one."""
+    return NewTensor.contiguous(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
 def _run(
-    launch: Launch, given: dict[str, Tensor], results: dict[str, NewTensor | str | Workspace]
+    launch: Launch, given: dict[str, Tensor], results: dict[str, NewTensor | Workspace]
 ) -> list[Tensor]:
     """Launch a kernel that takes the given tensors, and then the results."""
     is_compiling = torch.compiler.is_compiling()
@@ -132,9 +137,7 @@ def _run(
         key = (launch, *types, *results.values())
         found = _passes.get(key)
     if found is None:
-        launches = [(launch, [*given, *results])]
-        device = next(iter(given.values())).device
-        found = Pass(list(given), results, launches, Workspace(torch.uint8, device))
+        found = Pass(list(given), results, [(launch, [*given, *results])])
         if not is_compiling:
             _passes[key] = found
     return found.run(*given.values())
