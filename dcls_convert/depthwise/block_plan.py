@@ -171,15 +171,14 @@ class BlockPlan:
     ) -> tuple[Pass, Tensor]:
         """Return the pass that packs these maps, kept from an earlier call or new, and the maps.
 
-        They are copied if they begin at a wrong address, their rows are too far apart, or torch has
-        not negated them yet.
+        They are copied if they begin at a wrong address or their rows are too far apart.
         """
         if torch.compiler.is_compiling():
             maps = self._packable(maps)
             return make(maps.stride(), *options), maps
         # Maps that must be copied are never found.
         offset = maps.data_ptr() % LOAD_BYTES
-        key = (maps.stride(), offset, maps.is_neg(), maps.dtype, *options)
+        key = (maps.stride(), offset, maps.dtype, *options)
         found = self._passes.get(key)
         if found is None:
             packable = self._packable(maps)
@@ -189,10 +188,8 @@ class BlockPlan:
         return found, maps
 
     def _packable(self, maps: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            maps = maps.resolve_neg()
-            if maps.data_ptr() % LOAD_BYTES:
-                maps = maps.clone()
+        if not torch.compiler.is_compiling() and maps.data_ptr() % LOAD_BYTES:
+            maps = maps.clone()
         if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
             maps = maps.clone(memory_format=self._memory_format)
         return maps

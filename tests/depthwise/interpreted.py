@@ -179,20 +179,6 @@ def rare_layers():
         leaf.requires_grad_(False)
 
 
-def negated_gradients():
-    """Gradients that torch has not negated yet, as behind a conjugate, are negated."""
-    layer = layer_of("bilinear", (9, 9))
-    images = torch.randn(1, CHANNELS, 9, 10).requires_grad_()
-    found = []
-    for way in ("torch", "blocks"):
-        prefer(way, layer)
-        outputs = layer(images)
-        gradient = torch.complex(outputs, outputs).detach().conj().imag
-        assert gradient.is_neg()
-        found.append(torch.autograd.grad(outputs, [images, *layer.parameters()], gradient))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
-
-
 def float32_outputs():
     """A layer writes float32 if it is asked to, and gets gradients in float32."""
     layer = layer_of("bilinear", (9, 9))

@@ -60,7 +60,6 @@ def test_small_integers_are_exact():
         "all_exact",
         "layers",
         "rare_layers",
-        "negated_gradients",
         "float32_outputs",
         "clamped_positions",
         "windows",
