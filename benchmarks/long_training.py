@@ -140,13 +140,17 @@ def normalised(images: Tensor) -> Tensor:
     return images.float() / 127.5 - 1
 
 
+def steps_of_epoch(data: Data) -> int:
+    return max(1, len(data.train) // BATCH)
+
+
 def batches(data: Data, epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield augmented images and their classes, equal for all networks of a seed."""
     generator = torch.Generator(data.train.device).manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(len(data.train), generator=generator, device=data.train.device)
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            chosen = order[start : start + BATCH]
+        for step in range(steps_of_epoch(data)):
+            chosen = order[step * BATCH : (step + 1) * BATCH]
             yield augmented(data.train[chosen], generator), data.train_classes[chosen]
 
 
@@ -161,7 +165,7 @@ def train_(network: nn.Module, data: Data, steps: int, epochs: int, seed: int) -
     device = data.train.device
     groups = tuning.param_groups(network, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, fused=device.type == "cuda")
-    total = epochs * (len(data.train) // BATCH)
+    total = epochs * steps_of_epoch(data)
 
     def share(step: int) -> float:
         warm = max(1, int(WARM_UP * total))
@@ -237,7 +241,7 @@ def train_all(data: Data, output: Path, end: float, *, tiny: bool) -> None:
     times = {name: times_of(name, data, tiny=tiny) for name in NETWORKS}
     for name, found in times.items():
         print(f"{name}: {1e3 * found.step:.1f} ms a step, {found.rest:.1f} s besides", flush=True)
-    steps = len(data.train) // BATCH
+    steps = steps_of_epoch(data)
     networks, epochs = plan(times, steps, end - time.monotonic())
     if tiny:
         networks, epochs = list(NETWORKS), 1
@@ -301,7 +305,7 @@ def read(file: Path | None, device: torch.device) -> Data:
         draw = np.random.default_rng(0)
         parts = {
             name: draw.integers(0, 256, (count, 1, SIDE, SIDE), np.uint8)
-            for name, count in (("train", BATCH), ("test", 40))
+            for name, count in (("train", 40), ("test", 40))
         }
         for name in ("train", "test"):
             parts[f"{name}_classes"] = np.arange(len(parts[name])) % CLASSES
