@@ -14,7 +14,6 @@ from torch.compiler import assume_constant_result
 # tangents. If it is missing, assume that they do: plain operations are always correct.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-_is_tracing = getattr(torch._C, "_is_tracing", lambda: torch.jit.is_tracing())  # type: ignore
 # Private API: `torch.autograd.grad(..., is_grads_batched=True)` uses batches of its own kind.
 _is_in_grad_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
@@ -31,7 +30,10 @@ def is_eager(*tensors: Tensor) -> bool:
         if type(tensor) not in _ORDINARY:
             return False
     return not (
-        torch.compiler.is_compiling() or _is_tracing() or _transforms_active() or _has_tangents()
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or _transforms_active()
+        or _has_tangents()
     )
 
 
