@@ -152,13 +152,22 @@ class Box:
             footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
         return footprint
 
-    def grid(self, steps_per_cell: int) -> Tensor:
-        """Return evenly spaced box positions between `lowest` and `highest`: (points, A)."""
-        axes = []
-        for lowest, highest in zip(self.lowest, self.highest, strict=True):
-            points = 1 + steps_per_cell * (highest - lowest)
-            axes.append(torch.linspace(lowest, highest, points))
-        return torch.cartesian_prod(*axes).reshape(-1, len(axes))
+    def profiles(self, steps_per_cell: int) -> list[Tensor]:
+        """Return how elements spread along each axis, at steps from `lowest` to `highest`.
+
+        Each profile is repeated over the other axes, (steps, S), so that an element's footprint is
+        the product of its profiles.
+        """
+        profiles = []
+        for axis, length in enumerate(self.lengths):
+            steps = torch.arange(1 + steps_per_cell * (self.highest[axis] - self.lowest[axis]))
+            positions = self.lowest[axis] + steps.double() / steps_per_cell
+            profile = normalised_profile(self.method, positions, length)  # (steps, length)
+            other_axes = [1] * len(self.lengths)
+            other_axes[axis] = length
+            profile = profile.reshape(-1, *other_axes).expand(-1, *self.lengths)
+            profiles.append(profile.flatten(1))
+        return profiles
 
     def to_box(self, positions: Tensor) -> Tensor:
         """Convert positions (A, O, I, *D, E) to box positions (N, E, A)."""

@@ -1,0 +1,288 @@
+"""The search for the positions of a kernel line's elements, for many lines at once.
+
+Let the rows of A (E, S) be the atoms of the elements of a line, and H = (A A' + ridge)^-1. The
+elements leave t - A'HA t of a target t, with the best weights H A t. Of another atom a, they leave
+q = a - A'HA a, and of its energy q'a + ridge. If its element is added, the squared error falls by
+(q't)^2 / energy: all error along the unit vector u = q / sqrt(energy) is gone. When the element is
+removed, the error along u comes back. So both change the products of all atoms of a grid with what
+is left of the target, and their energies, by products with u alone.
+
+Elements are added one after the other, each at the best place of the grid: orthogonal least
+squares, doi:10.1080/00207178908953472. Now and then, each is removed and added again: coordinate
+exchange, doi:10.1080/00401706.1995.10485889. At last, all leave the grid together: see `refine_`.
+
+Everything is in float64: rounding would add up from move to move, and the roots' small singular
+values would be lost.
+
+Axes: N kernel lines, L layers, E elements, A axes, S cells of the box, J points of the grid.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .boxes import Box
+
+# Positions are multiples of this part of a cell. Finer ones make no kernel noticeably closer.
+STEPS_PER_CELL = 64
+SLOPE_STEPS = 4  # Slopes are differences over this many steps to both sides.
+# Added to the energy of atoms, as a share of the energy of an element on a cell. It bounds the
+# weights of elements that nearly coincide.
+ATOM_RIDGE = 1e-4
+MIN_ENERGY = 1e-12  # of a cell whose input never varies
+# The damping of `refine_`: at first, and how it changes after a step that succeeds, or fails. From
+# a third to three times these, kernels come equally close.
+DAMPING = 0.1
+LESS_DAMPING = 1 / 3
+MORE_DAMPING = 10.0
+MAX_MOVE = STEPS_PER_CELL / 4  # of an element along an axis, in one step of `refine_`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Places:
+    """The places that an element may have in a box, counted in steps from the lowest one."""
+
+    box: Box
+    profiles: list[Tensor]  # (steps, S) of each axis; see `Box.profiles`
+    slopes: list[Tensor]  # (steps, S) of each axis: derivatives of the profiles, per step
+    last: Tensor  # (A,): the last step along each axis
+    grid: Tensor  # (J, A): the places to which an element is moved at once
+    grid_footprints: Tensor  # (J, S)
+
+    @classmethod
+    def of(cls, box: Box, points_per_cell: int, example: Tensor) -> Self:
+        """Return the places of a box, with a grid of that many points a cell along each axis.
+
+        `example` has the dtype and the device.
+        """
+        profiles = [profile.to(example) for profile in box.profiles(STEPS_PER_CELL)]
+        slopes = []
+        axes = []
+        for profile in profiles:
+            steps = torch.arange(len(profile), device=example.device)
+            before = (steps - SLOPE_STEPS).clamp(min=0)
+            after = (steps + SLOPE_STEPS).clamp(max=len(profile) - 1)
+            distance = (after - before).clamp(min=1).unsqueeze(1)  # 0 if there is one place
+            slopes.append((profile[after] - profile[before]) / distance)
+            axes.append(steps[:: STEPS_PER_CELL // points_per_cell])
+        grid = torch.cartesian_prod(*axes).reshape(-1, len(axes))
+        return cls(
+            box=box,
+            profiles=profiles,
+            slopes=slopes,
+            last=grid[-1],
+            grid=grid,
+            grid_footprints=_product(profiles, grid),
+        )
+
+    def footprints(self, steps: Tensor) -> Tensor:
+        """Return the footprints of elements at these places (N, E, A): (N, E, S)."""
+        return _product(self.profiles, steps)
+
+    def footprint_slopes(self, steps: Tensor) -> Tensor:
+        """Return derivatives of the footprints along each axis, per step: (N, A * E, S)."""
+        slopes = []
+        for axis, slope in enumerate(self.slopes):
+            factors = [*self.profiles[:axis], slope, *self.profiles[axis + 1 :]]
+            slopes.append(_product(factors, steps))
+        return torch.cat(slopes, dim=1)
+
+
+def _product(factors: list[Tensor], steps: Tensor) -> Tensor:
+    """Multiply the rows (S,) of each axis' factor at these steps (..., A): (..., S)."""
+    rows = [factor[step] for factor, step in zip(factors, steps.unbind(-1), strict=True)]
+    product = rows[0]
+    for row in rows[1:]:
+        product = product.mul_(row)
+    return product
+
+
+class Search:
+    """Elements of kernel lines, in a search for the least error of all layers together."""
+
+    def __init__(self, targets: Tensor, count: int, places: Places, roots: Tensor | None) -> None:
+        """Start without elements.
+
+        Args:
+            targets: Kernel lines (N, L, S).
+            count: Elements of each line, when all are added.
+            places: Where elements may be.
+            roots: Roots of the lines (N, S, S), if there are any.
+        """
+        lines, _, cells = targets.shape
+        self.places = places
+        self.roots = roots
+        self.targets = self._times_roots(targets)
+        ridge = targets.new_full((lines, 1), ATOM_RIDGE)
+        grid_energies = places.grid_footprints.square().sum(1).expand(lines, -1)
+        if roots is not None:
+            ridge = ATOM_RIDGE * roots.square().sum(-1).mean(-1, keepdim=True) + MIN_ENERGY
+            grid_energies = (places.grid_footprints @ roots).square().sum(2)
+        self.ridge = ridge  # (N, 1)
+        # Of the elements that were added so far.
+        self.count = 0
+        self._steps = places.grid.new_zeros(lines, count, len(places.profiles))
+        self._atoms = targets.new_zeros(lines, count, cells)  # A
+        self._inverse = targets.new_zeros(lines, count, count)  # H
+        # What they leave of the targets' squares, and of the grid's atoms.
+        self.errors = self.targets.square().sum(2)  # (N, L)
+        products = self._along_grid(self.targets)
+        self.products = products.transpose(0, 1).contiguous()  # (L, N, J): with the targets
+        self.energies = grid_energies + ridge  # (N, J)
+
+    def positions(self) -> Tensor:
+        """Return the box positions of the elements: (N, E, A)."""
+        lowest = self.targets.new_tensor(self.places.box.lowest)
+        return lowest + self._steps / STEPS_PER_CELL
+
+    def weights(self) -> Tensor:
+        """Return the best weights: (N, L, E)."""
+        products = self._atoms @ self.targets.mT  # (N, E, L)
+        return torch.cholesky_solve(products, self._factor(self._atoms)).mT
+
+    def add_elements_(self, growth: float) -> list[Tensor]:
+        """Add all elements on the grid, and move them at times.
+
+        Args:
+            growth: All elements are moved when their number has grown by this factor, and at last.
+
+        Returns:
+            The squared errors (N, L), with the ridge's share, with 0, 1, ... elements.
+        """
+        errors = [self.errors.clone()]
+        count = self._steps.shape[1]
+        last_moved = 1  # A single element has the best place.
+        for number in range(1, 1 + count):
+            self.count = number
+            self._place_(number - 1)
+            if number > 1 and (number >= growth * last_moved or number == count):
+                for element in range(number):
+                    self._remove_(element)
+                    self._place_(element)
+                last_moved = number
+            errors.append(self.errors.clamp(min=0))
+        return errors
+
+    def _place_(self, element: int) -> None:
+        """Put an element, which is not among the others, at the best place of the grid."""
+        gains = self.products[0].square()  # (N, J)
+        for products in self.products[1:]:
+            gains.addcmul_(products, products)
+        best = gains.div_(self.energies).argmax(1)
+        place = self.places.grid[best]  # (N, A)
+        atom = self._times_roots(self.places.footprints(place.unsqueeze(1)))  # (N, 1, S)
+        atoms = self._atoms[:, : self.count]
+        inverse = self._inverse[:, : self.count, : self.count]
+        # How the other elements replace this one. The element's own row of the inverse is zero.
+        shares = (atom @ atoms.mT) @ inverse  # (N, 1, E)
+        unit = torch.baddbmm(atom, shares, atoms, alpha=-1)  # q
+        energy = (unit * atom).sum(2, keepdim=True) + self.ridge.unsqueeze(2)
+        scale = energy.maximum(self.ridge.unsqueeze(2)).rsqrt()
+        self._change_along_(unit.mul_(scale), -1)
+        torch.maximum(self.energies, self.ridge, out=self.energies)  # but for rounding, it is so
+        shares[:, :, element] = -1
+        shares.mul_(scale)
+        inverse.addcmul_(shares.mT, shares)
+        self._steps[:, element] = place
+        atoms[:, element] = atom.squeeze(1)
+
+    def _remove_(self, element: int) -> None:
+        """Take an element away from the others."""
+        inverse = self._inverse[:, : self.count, : self.count]
+        row = inverse[:, element : element + 1]  # (N, 1, E)
+        shares = row * row[:, :, element : element + 1].rsqrt()
+        self._change_along_(shares @ self._atoms[:, : self.count], 1)
+        inverse.addcmul_(shares.mT, shares, value=-1)
+
+    def _change_along_(self, unit: Tensor, sign: int) -> None:
+        """Add what lies along unit vectors (N, 1, S) to what the elements leave, or remove it."""
+        of_targets = self.targets @ unit.mT  # (N, L, 1)
+        of_grid = self._along_grid(unit).squeeze(1)  # (N, J)
+        self.errors.addcmul_(of_targets.squeeze(2), of_targets.squeeze(2), value=sign)
+        self.products.addcmul_(of_targets.transpose(0, 1), of_grid, value=sign)
+        self.energies.addcmul_(of_grid, of_grid, value=sign)
+
+    def refine_(self, iterations: int) -> None:
+        """Move all elements together, off the grid, by the Levenberg-Marquardt method.
+
+        Weights follow from positions (variable projection, doi:10.1137/0710036). With w_e an
+        element's weight, and d_e the derivative of its atom, w_e d_e would be a column of the
+        Jacobian if the weights stayed. Since they follow, only what the elements leave of it
+        counts (doi:10.1007/BF01932995).
+        """
+        best = trial = self._steps
+        lines, count, axes = trial.shape
+        least_error = self.targets.new_full((lines,), torch.inf)
+        damping = self.targets.new_full((lines, 1), DAMPING)
+        gradient = self.targets.new_zeros(lines, axes * count, 1)
+        curvature = self.targets.new_zeros(lines, axes * count, axes * count)
+        for iteration in range(1 + iterations):
+            atoms = self._times_roots(self.places.footprints(trial))
+            factor = self._factor(atoms)
+            products = atoms @ self.targets.mT  # (N, E, L)
+            weights = torch.cholesky_solve(products, factor)
+            error = -(weights * products).sum((1, 2))  # and the targets' squares, which stay
+            is_better = error < least_error
+            least_error = torch.where(is_better, error, least_error)
+            is_better = is_better[:, None, None]
+            best = torch.where(is_better, trial, best)
+            if iteration == iterations:
+                break
+            new_gradient, new_curvature = self._derivatives(trial, atoms, factor, weights)
+            gradient = torch.where(is_better, new_gradient, gradient)
+            curvature = torch.where(is_better, new_curvature, curvature)
+            damping *= torch.where(is_better.squeeze(2), LESS_DAMPING, MORE_DAMPING)
+            diagonal = curvature.diagonal(dim1=1, dim2=2)
+            added = damping * (diagonal + diagonal.mean(1, keepdim=True)) + MIN_ENERGY
+            factor = torch.linalg.cholesky_ex(curvature + torch.diag_embed(added))[0]
+            move = torch.cholesky_solve(gradient, factor).reshape(lines, axes, count).mT
+            move = move.nan_to_num().clamp(-MAX_MOVE, MAX_MOVE).round().long()
+            trial = (best + move).clamp(min=0).minimum(self.places.last)
+        self._steps = best
+        self._atoms = self._times_roots(self.places.footprints(best))
+
+    def _derivatives(
+        self, steps: Tensor, atoms: Tensor, factor: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return minus half the error's gradient by the steps, and half its approximate Hessian.
+
+        Args:
+            steps: Places of the elements (N, E, A).
+            atoms: Their atoms (N, E, S).
+            factor: `_factor(atoms)`.
+            weights: The best weights (N, E, L).
+
+        Returns:
+            (N, A * E, 1) and (N, A * E, A * E).
+        """
+        lines, count, axes = steps.shape
+        residual = torch.baddbmm(self.targets, weights.mT, atoms, alpha=-1)  # (N, L, S)
+        slopes = self._times_roots(self.places.footprint_slopes(steps))  # (N, A * E, S)
+        by_axis = (slopes @ residual.mT).reshape(lines, axes, count, -1)
+        gradient = (by_axis * weights.unsqueeze(1)).sum(3).reshape(lines, -1, 1)
+        with_atoms = atoms @ slopes.mT  # (N, E, A * E)
+        replaced = torch.cholesky_solve(with_atoms, factor)
+        left = torch.baddbmm(slopes @ slopes.mT, with_atoms.mT, replaced, alpha=-1)
+        left = left.reshape(lines, axes, count, axes, count)
+        weight_products = (weights @ weights.mT)[:, None, :, None, :]
+        curvature = (left * weight_products).reshape(lines, axes * count, axes * count)
+        return gradient, curvature
+
+    def _factor(self, atoms: Tensor) -> Tensor:
+        """Return the Cholesky factor of the products of atoms (N, E, S), plus the ridge."""
+        products = atoms @ atoms.mT
+        products.diagonal(dim1=1, dim2=2).add_(self.ridge)
+        factor: Tensor = torch.linalg.cholesky_ex(products)[0]
+        return factor
+
+    def _times_roots(self, footprints: Tensor) -> Tensor:
+        """Return the atoms (N, R, S) of footprints (N, R, S)."""
+        return footprints if self.roots is None else footprints @ self.roots
+
+    def _along_grid(self, vectors: Tensor) -> Tensor:
+        """Return the products of vectors (N, R, S) with the atoms of the grid: (N, R, J)."""
+        if self.roots is not None:
+            vectors = vectors @ self.roots.mT
+        return vectors @ self.places.grid_footprints.T
