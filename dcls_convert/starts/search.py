@@ -22,6 +22,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from .boxes import Box
 
@@ -92,7 +93,7 @@ class Places:
 
 def _product(factors: list[Tensor], steps: Tensor) -> Tensor:
     """Multiply the rows (S,) of each axis' factor at these steps (..., A): (..., S)."""
-    rows = [factor[step] for factor, step in zip(factors, steps.unbind(-1), strict=True)]
+    rows = [embedding(step, factor) for factor, step in zip(factors, steps.unbind(-1), strict=True)]
     product = rows[0]
     for row in rows[1:]:
         product = product.mul_(row)
@@ -205,70 +206,61 @@ class Search:
         self.energies.addcmul_(of_grid, of_grid, value=sign)
 
     def refine_(self, iterations: int) -> None:
-        """Move all elements together, off the grid, by the Levenberg-Marquardt method.
-
-        Weights follow from positions (variable projection, doi:10.1137/0710036). With w_e an
-        element's weight, and d_e the derivative of its atom, w_e d_e would be a column of the
-        Jacobian if the weights stayed. Since they follow, only what the elements leave of it
-        counts (doi:10.1007/BF01932995).
-        """
+        """Move all elements together, off the grid, by the Levenberg-Marquardt method."""
         best = trial = self._steps
         lines, count, axes = trial.shape
         least_error = self.targets.new_full((lines,), torch.inf)
         damping = self.targets.new_full((lines, 1), DAMPING)
         gradient = self.targets.new_zeros(lines, axes * count, 1)
         curvature = self.targets.new_zeros(lines, axes * count, axes * count)
-        for iteration in range(1 + iterations):
-            atoms = self._times_roots(self.places.footprints(trial))
-            factor = self._factor(atoms)
-            products = atoms @ self.targets.mT  # (N, E, L)
-            weights = torch.cholesky_solve(products, factor)
-            error = -(weights * products).sum((1, 2))  # and the targets' squares, which stay
+        for _ in range(1 + iterations):
+            error, new_gradient, new_curvature = self._model_at(trial)
             is_better = error < least_error
             least_error = torch.where(is_better, error, least_error)
+            damping *= torch.where(is_better, LESS_DAMPING, MORE_DAMPING).unsqueeze(1)
             is_better = is_better[:, None, None]
             best = torch.where(is_better, trial, best)
-            if iteration == iterations:
-                break
-            new_gradient, new_curvature = self._derivatives(trial, atoms, factor, weights)
             gradient = torch.where(is_better, new_gradient, gradient)
             curvature = torch.where(is_better, new_curvature, curvature)
-            damping *= torch.where(is_better.squeeze(2), LESS_DAMPING, MORE_DAMPING)
-            diagonal = curvature.diagonal(dim1=1, dim2=2)
-            added = damping * (diagonal + diagonal.mean(1, keepdim=True)) + MIN_ENERGY
-            factor = torch.linalg.cholesky_ex(curvature + torch.diag_embed(added))[0]
+            damped = curvature.clone()
+            diagonal = damped.diagonal(dim1=1, dim2=2)
+            diagonal.add_(damping * (diagonal + diagonal.mean(1, keepdim=True)) + MIN_ENERGY)
+            factor = torch.linalg.cholesky_ex(damped)[0]
             move = torch.cholesky_solve(gradient, factor).reshape(lines, axes, count).mT
             move = move.nan_to_num().clamp(-MAX_MOVE, MAX_MOVE).round().long()
             trial = (best + move).clamp(min=0).minimum(self.places.last)
         self._steps = best
         self._atoms = self._times_roots(self.places.footprints(best))
 
-    def _derivatives(
-        self, steps: Tensor, atoms: Tensor, factor: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return minus half the error's gradient by the steps, and half its approximate Hessian.
+    def _model_at(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the error at these places (N, E, A), and a quadratic model of it around them.
 
-        Args:
-            steps: Places of the elements (N, E, A).
-            atoms: Their atoms (N, E, S).
-            factor: `_factor(atoms)`.
-            weights: The best weights (N, E, L).
+        Weights follow from positions (variable projection, doi:10.1137/0710036). With w_e an
+        element's weight, and d_e the derivative of its atom, w_e d_e would be a column of the
+        Jacobian if the weights stayed. Since they follow, only what the elements leave of it
+        counts (doi:10.1007/BF01932995).
 
         Returns:
-            (N, A * E, 1) and (N, A * E, A * E).
+            The squared error of all layers (N,), but for the targets' squares, which stay; minus
+            half its gradient (N, A * E, 1); half its approximate Hessian (N, A * E, A * E).
         """
         lines, count, axes = steps.shape
-        residual = torch.baddbmm(self.targets, weights.mT, atoms, alpha=-1)  # (N, L, S)
+        layers = self.targets.shape[1]
+        atoms = self._times_roots(self.places.footprints(steps))
         slopes = self._times_roots(self.places.footprint_slopes(steps))  # (N, A * E, S)
-        by_axis = (slopes @ residual.mT).reshape(lines, axes, count, -1)
-        gradient = (by_axis * weights.unsqueeze(1)).sum(3).reshape(lines, -1, 1)
-        with_atoms = atoms @ slopes.mT  # (N, E, A * E)
-        replaced = torch.cholesky_solve(with_atoms, factor)
-        left = torch.baddbmm(slopes @ slopes.mT, with_atoms.mT, replaced, alpha=-1)
-        left = left.reshape(lines, axes, count, axes, count)
+        others = torch.cat([self.targets, slopes], dim=1)
+        products = atoms @ others.mT  # (N, E, L + A * E)
+        replaced = torch.cholesky_solve(products, self._factor(atoms))
+        weights = replaced[:, :, :layers]
+        error = -(weights * products[:, :, :layers]).sum((1, 2))
+        # What the elements leave of the slopes, times what they leave of the others.
+        left = torch.baddbmm(
+            slopes @ others.mT, products[:, :, layers:].mT, replaced, alpha=-1
+        ).reshape(lines, axes, count, -1)
+        gradient = (left[..., :layers] * weights.unsqueeze(1)).sum(3).reshape(lines, -1, 1)
         weight_products = (weights @ weights.mT)[:, None, :, None, :]
-        curvature = (left * weight_products).reshape(lines, axes * count, axes * count)
-        return gradient, curvature
+        curvature = left[..., layers:].unflatten(3, (axes, count)) * weight_products
+        return error, gradient, curvature.reshape(lines, axes * count, axes * count)
 
     def _factor(self, atoms: Tensor) -> Tensor:
         """Return the Cholesky factor of the products of atoms (N, E, S), plus the ridge."""
