@@ -253,14 +253,16 @@ class Search:
         replaced = torch.cholesky_solve(products, self._factor(atoms))
         weights = replaced[:, :, :layers]
         error = -(weights * products[:, :, :layers]).sum((1, 2))
-        # What the elements leave of the slopes, times what they leave of the others.
+        # What the elements leave of the slopes, times the targets and slopes.
         left = torch.baddbmm(
             slopes @ others.mT, products[:, :, layers:].mT, replaced, alpha=-1
-        ).reshape(lines, axes, count, -1)
-        gradient = (left[..., :layers] * weights.unsqueeze(1)).sum(3).reshape(lines, -1, 1)
-        weight_products = (weights @ weights.mT)[:, None, :, None, :]
-        curvature = left[..., layers:].unflatten(3, (axes, count)) * weight_products
-        return error, gradient, curvature.reshape(lines, axes * count, axes * count)
+        )  # (N, A * E, L + A * E)
+        with_targets = left[:, :, :layers].reshape(lines, axes, count, layers)
+        gradient = (with_targets * weights.unsqueeze(1)).sum(3)
+        with_slopes = left[:, :, layers:].reshape(lines, axes, count, axes, count)
+        curvature = with_slopes * (weights @ weights.mT)[:, None, :, None, :]
+        size = axes * count
+        return error, gradient.reshape(lines, size, 1), curvature.reshape(lines, size, size)
 
     def _factor(self, atoms: Tensor) -> Tensor:
         """Return the Cholesky factor of the products of atoms (N, E, S), plus the ridge."""
