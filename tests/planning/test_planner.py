@@ -244,6 +244,15 @@ def test_a_growth_adds_cells_to_the_extent_of_each_side(conv, rule, window):
     assert windows(conv, "auto", f"dilated_size: +4, {rule}")[0] == window
 
 
+def test_auto_chooses_no_growth_that_a_layer_refuses():
+    """Reflect padding of 4 does not fit a map of 4 cells; the MACs would allow windows of 17."""
+    costly = nn.Conv2d(3, 64, 7, padding=3)
+    strided = depthwise(3, 64, stride=8, padding=1)
+    model = nn.Sequential(costly, strided, depthwise(3, 64, padding=1, padding_mode="reflect"))
+    plan = plan_of(model, (3, 32, 32), dilated_size="auto")
+    assert [layer.dilated_size for layer in plan.layers] == [(7, 7), (7, 7)]
+
+
 def test_a_growth_converts_kernels_of_both_parities():
     plan = plan_of(Net(lambda: [depthwise(3), depthwise(4)]), dilated_size="+2", strict=True)
     assert {layer.dilated_size for layer in plan.layers} == {(5, 5), (6, 6)}
