@@ -124,7 +124,7 @@ class Search:
         self.ridge = ridge  # (N, 1)
         # Of the elements that were added so far.
         self.count = 0
-        self._steps = places.grid.new_zeros(lines, count, len(places.profiles))
+        self.steps = places.grid.new_zeros(lines, count, len(places.profiles))
         self._atoms = targets.new_zeros(lines, count, cells)  # A
         self._inverse = targets.new_zeros(lines, count, count)  # H
         # What they leave of the targets' squares, and of the grid's atoms.
@@ -136,7 +136,7 @@ class Search:
     def positions(self) -> Tensor:
         """Return the box positions of the elements: (N, E, A)."""
         lowest = self.targets.new_tensor(self.places.box.lowest)
-        return lowest + self._steps / STEPS_PER_CELL
+        return lowest + self.steps / STEPS_PER_CELL
 
     def weights(self) -> Tensor:
         """Return the best weights: (N, L, E)."""
@@ -153,7 +153,7 @@ class Search:
             The squared errors (N, L), with the ridge's share, with 0, 1, ... elements.
         """
         errors = [self.errors.clone()]
-        count = self._steps.shape[1]
+        count = self.steps.shape[1]
         last_moved = 1  # A single element has the best place.
         for number in range(1, 1 + count):
             self.count = number
@@ -186,7 +186,7 @@ class Search:
         shares[:, :, element] = -1
         shares.mul_(scale)
         inverse.addcmul_(shares.mT, shares)
-        self._steps[:, element] = place
+        self.steps[:, element] = place
         atoms[:, element] = atom.squeeze(1)
 
     def _remove_(self, element: int) -> None:
@@ -207,14 +207,14 @@ class Search:
 
     def refine_(self, iterations: int) -> None:
         """Move all elements together, off the grid, by the Levenberg-Marquardt method."""
-        best = trial = self._steps
+        best = trial = self.steps
         lines, count, axes = trial.shape
         least_error = self.targets.new_full((lines,), torch.inf)
         damping = self.targets.new_full((lines, 1), DAMPING)
         gradient = self.targets.new_zeros(lines, axes * count, 1)
         curvature = self.targets.new_zeros(lines, axes * count, axes * count)
         for _ in range(1 + iterations):
-            error, new_gradient, new_curvature = self._model_at(trial)
+            error, new_gradient, new_curvature = self.quadratic_model(trial)
             is_better = error < least_error
             least_error = torch.where(is_better, error, least_error)
             damping *= torch.where(is_better, LESS_DAMPING, MORE_DAMPING).unsqueeze(1)
@@ -229,10 +229,10 @@ class Search:
             move = torch.cholesky_solve(gradient, factor).reshape(lines, axes, count).mT
             move = move.nan_to_num().clamp(-MAX_MOVE, MAX_MOVE).round().long()
             trial = (best + move).clamp(min=0).minimum(self.places.last)
-        self._steps = best
+        self.steps = best
         self._atoms = self._times_roots(self.places.footprints(best))
 
-    def _model_at(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def quadratic_model(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the error at these places (N, E, A), and a quadratic model of it around them.
 
         Weights follow from positions (variable projection, doi:10.1137/0710036). With w_e an
