@@ -180,9 +180,8 @@ class Search:
         shares = (atom @ atoms.mT) @ inverse  # (N, 1, E)
         unit = torch.baddbmm(atom, shares, atoms, alpha=-1)  # q
         energy = (unit * atom).sum(2, keepdim=True) + self.ridge.unsqueeze(2)
-        scale = energy.maximum(self.ridge.unsqueeze(2)).rsqrt()
+        scale = energy.rsqrt()
         self._change_along_(unit.mul_(scale), -1)
-        torch.maximum(self.energies, self.ridge, out=self.energies)  # but for rounding, it is so
         shares[:, :, element] = -1
         shares.mul_(scale)
         inverse.addcmul_(shares.mT, shares)
@@ -227,7 +226,7 @@ class Search:
             diagonal.add_(damping * (diagonal + diagonal.mean(1, keepdim=True)) + MIN_ENERGY)
             factor = torch.linalg.cholesky_ex(damped)[0]
             move = torch.cholesky_solve(gradient, factor).reshape(lines, axes, count).mT
-            move = move.nan_to_num().clamp(-MAX_MOVE, MAX_MOVE).round().long()
+            move = move.clamp(-MAX_MOVE, MAX_MOVE).round().long()
             trial = (best + move).clamp(min=0).minimum(self.places.last)
         self.steps = best
         self._atoms = self._times_roots(self.places.footprints(best))
