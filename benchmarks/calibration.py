@@ -1,14 +1,16 @@
 """Measure what a calibration costs, and how close it keeps outputs, with many and with few images.
 
-    python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
+    python benchmarks/calibration.py [MODEL] [--dilated-size N] [--scope SCOPE] [--images N]
+                                     [--threads N] [--label LABEL]
     python benchmarks/calibration.py --many [--images N] [--threads N]
     python benchmarks/calibration.py --few [--label LABEL] [--only NETWORK ...]
     python benchmarks/calibration.py --table
 
 The first command prints the processor time of `convert_` with images, its ratio to the time of one
 forward pass of the same images through the original, and the peak memory above the memory before
-(`more_mib`). Images are smooth noise. Weights are random, except for EfficientNet-Lite0, which has
-its ImageNet weights.
+(`more_mib`), with the mean errors of the kernels and of the layers' outputs. With --images 0, the
+kernels are fitted without images. Images are smooth noise. Weights are random, except for
+EfficientNet-Lite0, which has its ImageNet weights. To compare two checkouts, run them in turn.
 
 With --many, EfficientNet-Lite0 is calibrated on a folder of photographs and compared with the
 original on other photographs. This prints the processor time and `more_mib` of reading and
@@ -25,6 +27,7 @@ benchmarks/results/calibration.jsonl.
 import argparse
 import copy
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +97,7 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
         network = timm.create_model(options.model).eval()
     noise = torch.randn(options.images, 3, 236, 236)
     images = 3 * torch.nn.functional.avg_pool2d(noise, 13, stride=1)
-    batches = images.split(BATCH)
+    batches = images.split(BATCH) if options.images else ()
 
     @torch.no_grad()
     def forward() -> None:
@@ -103,25 +106,37 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
 
     seconds(forward)
     forward_seconds = min(seconds(forward) for _ in range(3))
-    calibration = dcls_convert.Calibration(batches=batches)
+    calibration = dcls_convert.Calibration(batches=batches) if batches else None
     converted = copy.deepcopy(network)
-    convert_seconds, more_mib = seconds_and_more_mib(
-        lambda: dcls_convert.convert_(
-            converted,
-            dilated_size=options.dilated_size,
-            scope=options.scope,
-            calibration=calibration,
+    reports = []
+
+    def convert() -> None:
+        reports.append(
+            dcls_convert.convert_(
+                converted,
+                dilated_size=options.dilated_size,
+                scope=options.scope,
+                init="fit",
+                calibration=calibration,
+            )
         )
-    )
+
+    convert_seconds, more_mib = seconds_and_more_mib(convert)
+    layers = reports[0].layers
+    kernel_errors = [layer.fit_error for layer in layers if layer.fit_error is not None]
+    output_errors = [layer.output_error for layer in layers if layer.output_error is not None]
     return {
+        "label": options.label,
         "model": options.model,
         "scope": options.scope,
         "images": options.images,
         "threads": options.threads,
         "forward_s": round(forward_seconds, 2),
         "convert_s": round(convert_seconds, 2),
-        "ratio": round(convert_seconds / forward_seconds, 2),
+        "ratio": round(convert_seconds / forward_seconds, 2) if batches else None,
         "more_mib": more_mib,
+        "kernel_error": round(statistics.fmean(kernel_errors), 5),
+        "output_error": round(statistics.fmean(output_errors), 5) if output_errors else None,
     }
 
 
@@ -315,7 +330,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--many", action="store_true", help="read a folder of photographs")
     parser.add_argument("--few", action="store_true", help="compare outputs after few images")
-    parser.add_argument("--label", default=THIS_CHECKOUT, help="of the rows of --few")
+    parser.add_argument("--label", default=THIS_CHECKOUT, help="of the rows")
     parser.add_argument("--only", nargs="+", choices=NETWORKS, help="networks of --few")
     add_results_options_(parser, RESULTS / "calibration.jsonl")
     options = parser.parse_args()

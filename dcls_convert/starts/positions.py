@@ -23,13 +23,13 @@ from torch import Tensor
 
 from ..depthwise.devices import in_double
 from .boxes import Box
-from .search import Places, Search
+from .search import FootprintTables, Search
 
 POINTS_PER_CELL = (4, 2, 1)  # of the grid: the first with which it has at most this many points
 MAX_POINTS = 1200
 MAX_POINTS_BY_COUNT = 300  # for errors at every count, which take more moves
 # All elements are moved again when their number has grown by this factor. Moving them more often
-# takes longer, and finds hardly better places.
+# takes longer, and brings kernels hardly closer.
 MOVE_AT_GROWTH = 1.5
 MOVE_AT_GROWTH_BY_COUNT = 1.2  # for errors at every count
 FLOATS_AT_ONCE = 1_000_000  # of a search; larger ones leave the CPU's cache
@@ -88,14 +88,14 @@ def _searches(
 ) -> Iterator[Search]:
     """Yield searches for some of the lines each, to bound memory."""
     layers, cells = targets.shape[1:]
-    places = Places.of(box, _points_per_cell(box, max_points), in_double(targets[:0]))
+    tables = FootprintTables.of(box, _points_per_cell(box, max_points), in_double(targets[:0]))
     # Of a line: products with the grid, and what refining multiplies (see `Search`).
-    floats = (layers + 1) * len(places.grid) + (1 + len(box.axes)) * count * (cells + count)
+    floats = (layers + 1) * len(tables.grid) + (1 + len(box.axes)) * count * (cells + count)
     if roots is not None:
         floats += cells**2
     for part in _parts(targets, floats):
         roots_of_part = None if roots is None else in_double(roots.of(part))
-        yield Search(in_double(targets[part]), count, places, roots_of_part)
+        yield Search(in_double(targets[part]), count, tables, roots_of_part)
 
 
 def _points_per_cell(box: Box, max_points: int) -> int:

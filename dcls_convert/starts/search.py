@@ -7,7 +7,7 @@ q = a - A'HA a, and of its energy q'a + ridge. If its element is added, the squa
 removed, the error along u comes back. So both change the products of all atoms of a grid with what
 is left of the target, and their energies, by products with u alone.
 
-Elements are added one after the other, each at the best place of the grid: orthogonal least
+Elements are added one after the other, each at the best point of the grid: orthogonal least
 squares, doi:10.1080/00207178908953472. Now and then, each is removed and added again: coordinate
 exchange, doi:10.1080/00401706.1995.10485889. At last, all leave the grid together: see `refine_`.
 
@@ -42,19 +42,22 @@ MAX_MOVE = STEPS_PER_CELL / 4  # of an element along an axis, in one step of `re
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Places:
-    """The places that an element may have in a box, counted in steps from the lowest one."""
+class FootprintTables:
+    """Footprints of elements in a box, tabulated.
+
+    Positions are counted in steps from the lowest position in the box.
+    """
 
     box: Box
     profiles: list[Tensor]  # (steps, S) of each axis; see `Box.profiles`
     slopes: list[Tensor]  # (steps, S) of each axis: derivatives of the profiles, per step
     last: Tensor  # (A,): the last step along each axis
-    grid: Tensor  # (J, A): the places to which an element is moved at once
+    grid: Tensor  # (J, A): the positions at which elements are added
     grid_footprints: Tensor  # (J, S)
 
     @classmethod
     def of(cls, box: Box, points_per_cell: int, example: Tensor) -> Self:
-        """Return the places of a box, with a grid of that many points a cell along each axis.
+        """Return the tables of a box, with a grid of that many points a cell along each axis.
 
         `example` has the dtype and the device.
         """
@@ -65,7 +68,7 @@ class Places:
             steps = torch.arange(len(profile), device=example.device)
             before = (steps - SLOPE_STEPS).clamp(min=0)
             after = (steps + SLOPE_STEPS).clamp(max=len(profile) - 1)
-            distance = (after - before).clamp(min=1).unsqueeze(1)  # 0 if there is one place
+            distance = (after - before).clamp(min=1).unsqueeze(1)  # 0 if there is one position
             slopes.append((profile[after] - profile[before]) / distance)
             axes.append(steps[:: STEPS_PER_CELL // points_per_cell])
         grid = torch.cartesian_prod(*axes).reshape(-1, len(axes))
@@ -78,11 +81,11 @@ class Places:
             grid_footprints=_product(profiles, grid),
         )
 
-    def footprints(self, steps: Tensor) -> Tensor:
-        """Return the footprints of elements at these places (N, E, A): (N, E, S)."""
+    def at(self, steps: Tensor) -> Tensor:
+        """Return the footprints of elements at these steps (N, E, A): (N, E, S)."""
         return _product(self.profiles, steps)
 
-    def footprint_slopes(self, steps: Tensor) -> Tensor:
+    def slopes_at(self, steps: Tensor) -> Tensor:
         """Return derivatives of the footprints along each axis, per step: (N, A * E, S)."""
         slopes = []
         for axis, slope in enumerate(self.slopes):
@@ -103,28 +106,30 @@ def _product(factors: list[Tensor], steps: Tensor) -> Tensor:
 class Search:
     """Elements of kernel lines, in a search for the least error of all layers together."""
 
-    def __init__(self, targets: Tensor, count: int, places: Places, roots: Tensor | None) -> None:
+    def __init__(
+        self, targets: Tensor, count: int, tables: FootprintTables, roots: Tensor | None
+    ) -> None:
         """Start without elements.
 
         Args:
             targets: Kernel lines (N, L, S).
             count: Elements of each line, when all are added.
-            places: Where elements may be.
+            tables: Of the box.
             roots: Roots of the lines (N, S, S), if there are any.
         """
         lines, _, cells = targets.shape
-        self.places = places
+        self.tables = tables
         self.roots = roots
         self.targets = self._times_roots(targets)
         ridge = targets.new_full((lines, 1), ATOM_RIDGE)
-        grid_energies = places.grid_footprints.square().sum(1).expand(lines, -1)
+        grid_energies = tables.grid_footprints.square().sum(1).expand(lines, -1)
         if roots is not None:
             ridge = ATOM_RIDGE * roots.square().sum(-1).mean(-1, keepdim=True) + MIN_ENERGY
-            grid_energies = (places.grid_footprints @ roots).square().sum(2)
+            grid_energies = (tables.grid_footprints @ roots).square().sum(2)
         self.ridge = ridge  # (N, 1)
         # Of the elements that were added so far.
         self.count = 0
-        self.steps = places.grid.new_zeros(lines, count, len(places.profiles))
+        self.steps = tables.grid.new_zeros(lines, count, len(tables.profiles))
         self._atoms = targets.new_zeros(lines, count, cells)  # A
         self._inverse = targets.new_zeros(lines, count, count)  # H
         # What they leave of the targets' squares, and of the grid's atoms.
@@ -135,7 +140,7 @@ class Search:
 
     def positions(self) -> Tensor:
         """Return the box positions of the elements: (N, E, A)."""
-        lowest = self.targets.new_tensor(self.places.box.lowest)
+        lowest = self.targets.new_tensor(self.tables.box.lowest)
         return lowest + self.steps / STEPS_PER_CELL
 
     def weights(self) -> Tensor:
@@ -154,26 +159,26 @@ class Search:
         """
         errors = [self.errors.clone()]
         count = self.steps.shape[1]
-        last_moved = 1  # A single element has the best place.
+        last_moved = 1  # A single element is at the best point.
         for number in range(1, 1 + count):
             self.count = number
-            self._place_(number - 1)
+            self._put_(number - 1)
             if number > 1 and (number >= growth * last_moved or number == count):
                 for element in range(number):
                     self._remove_(element)
-                    self._place_(element)
+                    self._put_(element)
                 last_moved = number
             errors.append(self.errors.clamp(min=0))
         return errors
 
-    def _place_(self, element: int) -> None:
-        """Put an element, which is not among the others, at the best place of the grid."""
+    def _put_(self, element: int) -> None:
+        """Put an element, which is not among the others, at the best point of the grid."""
         gains = self.products[0].square()  # (N, J)
         for products in self.products[1:]:
             gains.addcmul_(products, products)
         best = gains.div_(self.energies).argmax(1)
-        place = self.places.grid[best]  # (N, A)
-        atom = self._times_roots(self.places.footprints(place.unsqueeze(1)))  # (N, 1, S)
+        point = self.tables.grid[best]  # (N, A)
+        atom = self._times_roots(self.tables.at(point.unsqueeze(1)))  # (N, 1, S)
         atoms = self._atoms[:, : self.count]
         inverse = self._inverse[:, : self.count, : self.count]
         # How the other elements replace this one. The element's own row of the inverse is zero.
@@ -185,7 +190,7 @@ class Search:
         shares[:, :, element] = -1
         shares.mul_(scale)
         inverse.addcmul_(shares.mT, shares)
-        self.steps[:, element] = place
+        self.steps[:, element] = point
         atoms[:, element] = atom.squeeze(1)
 
     def _remove_(self, element: int) -> None:
@@ -227,12 +232,12 @@ class Search:
             factor = torch.linalg.cholesky_ex(damped)[0]
             move = torch.cholesky_solve(gradient, factor).reshape(lines, axes, count).mT
             move = move.clamp(-MAX_MOVE, MAX_MOVE).round().long()
-            trial = (best + move).clamp(min=0).minimum(self.places.last)
+            trial = (best + move).clamp(min=0).minimum(self.tables.last)
         self.steps = best
-        self._atoms = self._times_roots(self.places.footprints(best))
+        self._atoms = self._times_roots(self.tables.at(best))
 
     def quadratic_model(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the error at these places (N, E, A), and a quadratic model of it around them.
+        """Return the error at these steps (N, E, A), and a quadratic model of it around them.
 
         Weights follow from positions (variable projection, doi:10.1137/0710036). With w_e an
         element's weight, and d_e the derivative of its atom, w_e d_e would be a column of the
@@ -245,8 +250,8 @@ class Search:
         """
         lines, count, axes = steps.shape
         layers = self.targets.shape[1]
-        atoms = self._times_roots(self.places.footprints(steps))
-        slopes = self._times_roots(self.places.footprint_slopes(steps))  # (N, A * E, S)
+        atoms = self._times_roots(self.tables.at(steps))
+        slopes = self._times_roots(self.tables.slopes_at(steps))  # (N, A * E, S)
         others = torch.cat([self.targets, slopes], dim=1)
         products = atoms @ others.mT  # (N, E, L + A * E)
         replaced = torch.cholesky_solve(products, self._factor(atoms))
@@ -278,4 +283,4 @@ class Search:
         """Return the products of vectors (N, R, S) with the atoms of the grid: (N, R, J)."""
         if self.roots is not None:
             vectors = vectors @ self.roots.mT
-        return vectors @ self.places.grid_footprints.T
+        return vectors @ self.tables.grid_footprints.T

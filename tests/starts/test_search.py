@@ -15,7 +15,7 @@ from dcls_convert.starts.positions import (
     errors_by_count,
     fit_lines,
 )
-from dcls_convert.starts.search import ATOM_RIDGE, STEPS_PER_CELL, Places, Search
+from dcls_convert.starts.search import ATOM_RIDGE, STEPS_PER_CELL, FootprintTables, Search
 
 NEVER = math.inf  # growth at which elements are moved before all are added
 EXAMPLE = torch.empty(0, dtype=torch.float64)
@@ -29,10 +29,10 @@ def search_in(kernel_size, count, interpolation="bilinear", *, lines=8, layers=2
     """Start a search for elements of random kernel lines, in windows of 17 cells a side."""
     dims = len(kernel_size)
     box = Box(kernel_size, (1,) * dims, (17,) * dims, interpolation)
-    places = Places.of(box, 4, EXAMPLE)
+    tables = FootprintTables.of(box, 4, EXAMPLE)
     cells = math.prod(box.lengths)
     roots = random(lines, cells, cells, seed=1) if with_roots else None
-    return Search(random(lines, layers, cells), count, places, roots)
+    return Search(random(lines, layers, cells), count, tables, roots)
 
 
 def least_errors(search, atoms):
@@ -45,7 +45,7 @@ def least_errors(search, atoms):
 
 
 def atoms_at(search, steps):
-    footprints = search.places.footprints(steps)
+    footprints = search.tables.at(steps)
     return footprints if search.roots is None else footprints @ search.roots
 
 
@@ -63,7 +63,7 @@ def test_what_moves_keep_up_to_date_is_what_least_squares_gives(
     atoms = atoms_at(search, search.steps)
     expected = least_errors(search, atoms)
     torch.testing.assert_close(errors[-1], expected, rtol=1e-8, atol=1e-8)
-    grid = atoms_at(search, search.places.grid.expand(len(atoms), -1, -1))
+    grid = atoms_at(search, search.tables.grid.expand(len(atoms), -1, -1))
     products = atoms @ atoms.mT
     products.diagonal(dim1=1, dim2=2).add_(search.ridge)
     with_atoms = grid @ atoms.mT  # (N, J, E)
@@ -85,10 +85,10 @@ def test_the_quadratic_model_has_the_errors_gradient_and_a_hessian_without_negat
     monkeypatch.setattr(search_module, "SLOPE_STEPS", 1)
     search = search_in(kernel_size, 4, "gaussian", layers=3, with_roots=with_roots)
     search.add_elements_(MOVE_AT_GROWTH)
-    places = search.steps.clamp(min=1).minimum(search.places.last - 1)
-    error, gradient, hessian = search.quadratic_model(places)
-    box = search.places.box
-    positions = torch.tensor(box.lowest) + places / STEPS_PER_CELL
+    steps = search.steps.clamp(min=1).minimum(search.tables.last - 1)
+    error, gradient, hessian = search.quadratic_model(steps)
+    box = search.tables.box
+    positions = torch.tensor(box.lowest) + steps / STEPS_PER_CELL
     positions = positions.double().requires_grad_()
     atoms = box.footprint(positions)
     if with_roots:
@@ -119,20 +119,20 @@ def test_refining_makes_no_line_worse_and_ends_where_no_single_move_helps(
     for element, axis, move in itertools.product(range(3), range(2), (-1, 1)):
         there = search.steps.clone()
         there[:, element, axis] += move
-        there = there.clamp(min=0).minimum(search.places.last)
+        there = there.clamp(min=0).minimum(search.tables.last)
         moved = least_errors(search, atoms_at(search, there)).sum(1)
         assert bool((moved >= errors * 0.99).all())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_fits_come_as_close_as_the_best_of_all_positions(count):
-    """In 1-D, where all sets of places an eighth of a cell apart can be tried."""
+    """In 1-D, where all sets of positions an eighth of a cell apart can be tried."""
     targets = random(60, 2, 6)
     box = Box((6,), (1,), (16,), "bilinear")
-    places = Places.of(box, 4, EXAMPLE)
-    eighths = torch.arange(0, int(places.last) + 1, STEPS_PER_CELL // 8)
+    tables = FootprintTables.of(box, 4, EXAMPLE)
+    eighths = torch.arange(0, int(tables.last) + 1, STEPS_PER_CELL // 8)
     sets = torch.combinations(eighths, count).unsqueeze(2)
-    atoms = places.footprints(sets)  # (sets, E, S)
+    atoms = tables.at(sets)  # (sets, E, S)
     # In a cell, atoms of more than two elements depend on one another.
     ridge = ATOM_RIDGE * torch.eye(count, dtype=torch.float64)
     inverse = torch.linalg.inv(atoms @ atoms.mT + ridge)
@@ -156,7 +156,7 @@ def test_errors_by_count_are_those_of_elements_that_were_moved_at_each_count():
     targets = random(24, 1, 25)
     box = Box((5, 5), (1, 1), (17, 17), "bilinear")
     by_count = errors_by_count(targets, 16, box, None).squeeze(0)
-    places = Places.of(box, 4, EXAMPLE)
+    tables = FootprintTables.of(box, 4, EXAMPLE)
     for count in range(1, 17):
-        moved = Search(targets, count, places, None).add_elements_(MOVE_AT_GROWTH_BY_COUNT)[-1]
+        moved = Search(targets, count, tables, None).add_elements_(MOVE_AT_GROWTH_BY_COUNT)[-1]
         assert float(by_count[count]) <= 1.1 * float(moved.sum())
