@@ -7,9 +7,9 @@ convolution gives for the inputs that it has in the old network.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,14 @@ from ..running.run import Run, running
 from ..text import one_line
 from .boxes import Box
 from .images import Calibration
-from .moments import InputMoments
+from .moments import InputMoments, JointMoments, LineMoments
 from .solve import solve_weights
 
 # Moments of the inputs of layers whose channels sum several lines are measured for some layers at a
 # time, in passes of their own. This bounds the memory of a pass, if no layer alone takes more.
 MAX_FLOATS = 1 << 26  # in float64, so half a GiB
+
+Moments = TypeVar("Moments", JointMoments, LineMoments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,7 +39,7 @@ class CalibrationStatistics:
     """What the old network's convolutions see in the images."""
 
     calibration: Calibration
-    moments: dict[nn.Module, InputMoments]  # of each convolution, with separate lines
+    moments: dict[nn.Module, LineMoments]  # of each convolution
 
     def covariance_roots(self, group: ConvGroup) -> Tensor | None:
         """Return square roots of the costs of kernel errors, by input channel: (in_channels, S, S).
@@ -82,20 +84,23 @@ def measure_inputs(
                 "calibration: the network has no values, since it is on the meta device"
             )
     notify("measuring layer inputs")
-    moments = _measure(model, groups, calibration, joint=False)
+    moments = _measure(model, groups, calibration, LineMoments)
     return CalibrationStatistics(calibration=calibration, moments=moments)
 
 
 def _measure(
-    model: nn.Module, groups: Sequence[ConvGroup], calibration: Calibration, *, joint: bool
-) -> dict[nn.Module, InputMoments]:
-    moments: dict[nn.Module, InputMoments] = {}
+    model: nn.Module,
+    groups: Sequence[ConvGroup],
+    calibration: Calibration,
+    kind: type[Moments],
+) -> dict[nn.Module, Moments]:
+    moments: dict[nn.Module, Moments] = {}
 
     def start() -> None:
         for group in groups:
             box = Box.of(group.layer_plans[0])
             for conv, layer in zip(group.convs, group.layers_on_meta(), strict=True):
-                moments[conv] = InputMoments(layer, box, joint=joint)
+                moments[conv] = kind(layer, box)
 
     # The model's own code may have entered other modes.
     @full_precision()
@@ -154,10 +159,10 @@ def fit_to_outputs_(
     separate = [group for group in groups if not _sums_lines(group)]
     summing = [group for group in groups if _sums_lines(group)]
     for part in (separate, *_parts(summing)):
-        moments_of = statistics.moments
+        moments_of: Mapping[nn.Module, InputMoments] = statistics.moments
         if part and _sums_lines(part[0]):
             notify(f"measuring inputs of {part[0].title}", done, layer_count)
-            moments_of = _measure(model, part, statistics.calibration, joint=True)
+            moments_of = _measure(model, part, statistics.calibration, JointMoments)
         for group in part:
             for plan, conv, layer in zip(group.layer_plans, group.convs, group.layers, strict=True):
                 progress = f"layer {done + 1} of {layer_count}"
@@ -181,7 +186,7 @@ def _parts(groups: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
     part: list[LayerGroup] = []
     floats = 0
     for group in groups:
-        moments = InputMoments(group.layers[0], Box.of(group.layer_plans[0]), joint=True)
+        moments = JointMoments(group.layers[0], Box.of(group.layer_plans[0]))
         floats_of_group = len(group.layers) * moments.line_groups * moments.patch_length**2
         if part and floats + floats_of_group > MAX_FLOATS:
             yield part

@@ -1,8 +1,19 @@
 """What a convolution sees in images, and what an error of its kernel costs there.
 
 At each place of its output, a convolution sees a patch x of its input: what its kernel covers,
-cropped to the box in which the kernel is fitted. An error e of the kernel changes the output by
-e'x, in the mean square by e'E[xx']e.
+cropped to the box in which the kernel is fitted. For example, with a kernel of three cells:
+
+    padded input    0   3   1   4   1   0
+    first patch     0   3   1
+    second patch        3   1   4
+    last patch                  4   1   0
+
+An error e of the kernel changes the output by e'x, in the mean square by e'E[xx']e.
+
+What a change of the output does to the network's own outputs is alike at neighbouring places. So
+changes of one sign add up there, and changes of alternating signs cancel each other. That is why
+the mean change over neighbouring places costs as well: e'E[ss']e, where s is the mean of the
+patches there.
 
 A line group is a set of kernel lines whose inputs share one covariance matrix. If the lines are
 joint, a line group has all lines that one output channel sums: one for each input channel of the
@@ -15,6 +26,7 @@ Axes: N images, G line groups, R lines of a line group, S cells of the box.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DclsConvertError
@@ -23,49 +35,44 @@ from .boxes import Box
 
 # Approximate number of places of an image that are sampled. Neighbouring places are alike, so 64 to
 # 256 give the same weights.
-SAMPLES_PER_IMAGE = 128
+SAMPLES_PER_IMAGE = 64
 # Patches are copied in parts of this size: allocating more takes as long as filling it.
 PATCH_FLOATS_AT_ONCE = 1 << 20
 
 # Factors of `InputMoments.costs`, chosen by benchmarks/pretrained.py.
 KERNEL_PRIOR = 1e-2  # a
+NEIGHBOURS = 2.0  # b
 SHARED_CORRELATION = 0.2  # c
 # Lower bound on the mean square of a line's input, as a share of that of all lines.
 MIN_SQUARE_SHARE = 1e-3
 MIN_SQUARE = 1e-12  # if there is no input at all
 
+AVG_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}  # by dims
 
-class InputMoments:
-    """Sums of the patches of a layer's inputs, and of their products.
+
+class PatchSums:
+    """Sums of patches, and of their products, for each line group.
 
     Products are summed within a batch in the dtype of the images, in float32 at least, and over
     batches in float64, from the mean of the first batch: otherwise, small variances would vanish
     beside large means.
     """
 
-    def __init__(self, layer: DclsConvNd, box: Box, *, joint: bool) -> None:
-        self.layer = layer
-        self.box = box
-        dense_sides = [layer.dilated_kernel_size[axis] for axis in layer.dense_axes]
-        lines = layer.in_channels * math.prod(dense_sides)
-        self.line_groups = layer.groups if joint else lines
-        self.patch_length = lines * math.prod(box.lengths) // self.line_groups  # R * S
-        self.sample_count = 0
-        self._origin: Tensor | None = None  # (G, R * S): the mean of the first batch
+    def __init__(self, patch_length: int) -> None:
+        self.patch_length = patch_length  # R * S
+        self.count = 0  # of patches
+        self._origin = torch.empty(0)  # (G, R * S): the mean of the first batch
         self._sum = torch.empty(0)  # (G, R * S): of patches, from the origin
         self._products = torch.empty(0)  # (G, R * S, R * S): of patches, from the origin
 
-    def add(self, input: Tensor) -> None:
-        """Add the layer's input for a batch: (N, channels, *spatial), or of one image."""
-        if input.dim() < self.layer.dims + 2:
-            input = input.unsqueeze(0)
-        patches = self._sampled_patches(self.layer.pad_input(input.detach()))
+    def add(self, patches: Tensor, sample_axes: int) -> None:
+        """Add patches (G, *patch, *samples); `sample_axes` is the number of the last axes."""
         samples = patches[0].numel() // self.patch_length
         groups_at_once = max(1, PATCH_FLOATS_AT_ONCE // (samples * self.patch_length))
         dtype = torch.promote_types(patches.dtype, torch.float32)
-        if self._origin is None:
-            sample_axes = tuple(range(-1 - self.layer.dims, 0))
-            self._origin = patches.mean(sample_axes, dtype=dtype).flatten(1)
+        if not self.count:
+            axes = tuple(range(-sample_axes, 0))
+            self._origin = patches.mean(axes, dtype=dtype).flatten(1)
             self._sum = torch.zeros_like(self._origin, dtype=torch.float64)
             self._products = self._sum.new_zeros(*self._sum.shape, self.patch_length)
         first = 0
@@ -76,7 +83,61 @@ class InputMoments:
             self._sum[groups] += centred.sum(2)
             self._products[groups] += centred @ centred.mT
             first += len(part)
-        self.sample_count += samples
+        self.count += samples
+
+    @property
+    def _mean_from_origin(self) -> Tensor:
+        return self._sum / self.count
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean patch: (G, R * S)."""
+        return self._origin + self._mean_from_origin
+
+    @property
+    def is_finite(self) -> bool:
+        """True if no patch has NaN or infinite values."""
+        return bool(self._products.isfinite().all())
+
+    def products(self) -> Tensor:
+        """Return E[xx'] over the patches x: (G, R * S, R * S)."""
+        origin = self._origin.double()
+        # With x = o + y, where o is the origin: E[xx'] = E[yy'] + o E[x]' + E[y] o'.
+        products = self._products / self.count
+        products.baddbmm_(origin.unsqueeze(2), self.mean.unsqueeze(1))
+        return products.baddbmm_(self._mean_from_origin.unsqueeze(2), origin.unsqueeze(1))
+
+    def covariance(self) -> Tensor:
+        """Return the covariance of the patches: (G, R * S, R * S)."""
+        mean = self._mean_from_origin
+        return self._products / self.count - mean.unsqueeze(2) * mean.unsqueeze(1)
+
+
+class InputMoments:
+    """Moments of a layer's inputs: see `JointMoments` and `LineMoments`."""
+
+    def __init__(self, layer: DclsConvNd, box: Box, line_groups: int) -> None:
+        self.layer = layer
+        self.box = box
+        self.line_groups = line_groups  # G
+        lines = _lines_of_outputs(layer)
+        self.patch_length = lines * math.prod(box.lengths) // line_groups  # R * S
+        self._patches = PatchSums(self.patch_length)
+
+    @property
+    def sample_count(self) -> int:
+        """The number of patches; 0 if the layer was not called."""
+        return self._patches.count
+
+    def add(self, input: Tensor) -> None:
+        """Add the layer's input for a batch: (N, channels, *spatial), or of one image."""
+        if input.dim() < self.layer.dims + 2:
+            input = input.unsqueeze(0)
+        self._add_padded(self.layer.pad_input(input.detach()))
+
+    def _add_padded(self, images: Tensor) -> None:
+        """Add padded images (N, channels, *padded map)."""
+        self._patches.add(self._sampled_patches(images), 1 + self.layer.dims)
 
     def _sampled_patches(self, images: Tensor) -> Tensor:
         """Return a view of patches of padded images: (G, [lines of a group,] *patch, N, *places).
@@ -107,52 +168,25 @@ class InputMoments:
             return torch.unflatten(patches, 0, (layer.groups, -1))
         return patches.flatten(0, len(layer.dense_axes))
 
-    @property
-    def _mean_from_origin(self) -> Tensor:
-        return self._sum / self.sample_count
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean patch: (G, R * S)."""
-        assert self._origin is not None
-        return self._origin + self._mean_from_origin
-
-    def products(self) -> Tensor:
-        """Return E[xx'] over the patches x: (G, R * S, R * S)."""
-        assert self._origin is not None
-        origin = self._origin.double()
-        # With x = o + y, where o is the origin: E[xx'] = E[yy'] + o E[x]' + E[y] o'.
-        products = self._products / self.sample_count
-        products.baddbmm_(origin.unsqueeze(2), self.mean.unsqueeze(1))
-        return products.baddbmm_(self._mean_from_origin.unsqueeze(2), origin.unsqueeze(1))
-
-    def covariance(self) -> Tensor:
-        """Return the covariance of the patches: (G, R * S, R * S)."""
-        mean = self._mean_from_origin
-        covariance = self._products / self.sample_count  # E[yy'], less E[y] E[y]'
-        return covariance.baddbmm_(mean.unsqueeze(2), mean.unsqueeze(1), alpha=-1)
-
     def costs(self) -> Tensor:
         """Return the matrices M (G, R * S, R * S): an error e of a kernel costs e'Me.
 
-            M = E[xx'] + a diag(u) + c C
+            M = E[xx'] + a diag(u)
 
         u: mean square of each line's input, over its cells. Where images do not show what matters
             in a kernel, this term keeps it close to the old one.
-        C: if each line is a group of its own: the mean over the groups of Cov(x) / u, times the
-            group's own u. Correlations that all channels share carry over to other images.
         """
-        costs = self.products()
-        cells = math.prod(self.box.lengths)
-        diagonal = costs.diagonal(dim1=1, dim2=2)
-        squares = diagonal.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
-        least = MIN_SQUARE_SHARE * squares.mean() + MIN_SQUARE
-        u = squares.maximum(least).repeat_interleave(cells, dim=1)  # (G, R * S)
-        diagonal.add_(KERNEL_PRIOR * u)
-        if self.patch_length == cells:  # each line is a group of its own
-            shared = (self.covariance() / u.unsqueeze(2)).mean(0)  # (S, S)
-            costs += SHARED_CORRELATION * shared * u.unsqueeze(2)
+        costs = self._patches.products()
+        costs.diagonal(dim1=1, dim2=2).add_(KERNEL_PRIOR * self._mean_squares(costs))
         return costs
+
+    def _mean_squares(self, products: Tensor) -> Tensor:
+        """Return the mean of each line's products with themselves, at each cell: (G, R * S)."""
+        cells = math.prod(self.box.lengths)
+        squares = products.diagonal(dim1=1, dim2=2)
+        squares = squares.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
+        least = MIN_SQUARE_SHARE * squares.mean() + MIN_SQUARE
+        return squares.maximum(least).repeat_interleave(cells, dim=1)
 
     def output_error(self, old: Tensor, new: Tensor, bias: Tensor | float) -> float:
         """Return |new - old| / |old| of the outputs over the patches; 0 if the old ones are 0.
@@ -161,10 +195,10 @@ class InputMoments:
             old, new: Kernel lines (N, S).
             bias: (O,), or 0.
         """
-        products = self.products()
+        products = self._patches.products()
         old_kernels = old.reshape(self.line_groups, -1, self.patch_length)
         changes = (new - old).reshape(old_kernels.shape)
-        means = (old_kernels @ self.mean.unsqueeze(2)).flatten()
+        means = (old_kernels @ self._patches.mean.unsqueeze(2)).flatten()
         old_squares = (old_kernels @ products * old_kernels).sum()
         old_squares += (2 * means * bias + bias**2).sum()
         if old_squares <= 0:
@@ -174,7 +208,65 @@ class InputMoments:
 
     def check(self, name: str) -> None:
         """Raise DclsConvertError, with the layer's name, if inputs are not finite."""
-        if not bool(self._products.isfinite().all()):
+        if not self._patches.is_finite:
             raise DclsConvertError(
                 f"calibration: {name} has inputs that are not finite (NaN or infinite)"
             )
+
+
+class JointMoments(InputMoments):
+    """All lines that an output channel sums are one line group."""
+
+    def __init__(self, layer: DclsConvNd, box: Box) -> None:
+        super().__init__(layer, box, layer.groups)
+
+
+class LineMoments(InputMoments):
+    """Each line is a line group of its own.
+
+    There are also sums of patches that are averaged over neighbouring places. For joint lines,
+    these would double the memory.
+    """
+
+    def __init__(self, layer: DclsConvNd, box: Box) -> None:
+        super().__init__(layer, box, _lines_of_outputs(layer))
+        self._averaged = PatchSums(self.patch_length)
+
+    def _add_padded(self, images: Tensor) -> None:
+        super()._add_padded(images)
+        averaged = self._sampled_patches(self._mean_of_neighbours(images))
+        self._averaged.add(averaged, 1 + self.layer.dims)
+
+    def _mean_of_neighbours(self, images: Tensor) -> Tensor:
+        """Average padded images over three places of the output along each axis."""
+        to_next_place = self.layer.stride
+        return AVG_POOLS[self.layer.dims](
+            images.to(torch.promote_types(images.dtype, torch.float32)),
+            [2 * cells + 1 for cells in to_next_place],
+            stride=1,
+            padding=to_next_place,
+            count_include_pad=False,
+        )
+
+    def costs(self) -> Tensor:
+        """Return the matrices M (G, S, S): an error e of a kernel costs e'Me.
+
+            M = V + a diag(u) + c C, with V = E[xx'] + b E[ss']
+
+        s: the mean of the patches x over neighbouring places.
+        u: mean of V's diagonal over the cells, as in `InputMoments.costs`.
+        C: mean over the lines of V / u, without the means of x and s, times the line's own u.
+            Correlations that all channels share carry over to other images.
+        """
+        costs = self._patches.products() + NEIGHBOURS * self._averaged.products()
+        u = self._mean_squares(costs)  # (G, S)
+        costs.diagonal(dim1=1, dim2=2).add_(KERNEL_PRIOR * u)
+        covariance = self._patches.covariance() + NEIGHBOURS * self._averaged.covariance()
+        shared = (covariance / u.unsqueeze(2)).mean(0)  # (S, S)
+        return costs + SHARED_CORRELATION * shared * u.unsqueeze(2)
+
+
+def _lines_of_outputs(layer: DclsConvNd) -> int:
+    """Return how many lines there are for one output channel of each group, all groups together."""
+    dense_sides = [layer.dilated_kernel_size[axis] for axis in layer.dense_axes]
+    return layer.in_channels * math.prod(dense_sides)

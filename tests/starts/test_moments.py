@@ -16,7 +16,7 @@ from dcls_convert.starts.boxes import Box
 from dcls_convert.starts.calibration import _solve_weights_, measure_inputs
 from dcls_convert.starts.fit import roots_of_lines
 from dcls_convert.starts.images import Calibration
-from dcls_convert.starts.moments import InputMoments
+from dcls_convert.starts.moments import JointMoments, LineMoments
 
 TOLERANCE = 1e-3  # the solver has a ridge, and computes in float32
 
@@ -74,7 +74,7 @@ def test_solved_weights_bring_outputs_as_close_as_any_and_the_error_is_stated(na
     monkeypatch.setattr(solve, "MAX_STEPS", 1000)
     monkeypatch.setattr(solve, "MIN_RESIDUAL", 1e-12)
     conv, layer, box, images = make_case(name)
-    moments = InputMoments(layer, box, joint=True)
+    moments = JointMoments(layer, box)
     moments.add(images[:2])
     moments.add(images[2:])
     with torch.no_grad():
@@ -98,6 +98,7 @@ def test_the_roots_of_a_line_measure_the_effect_of_its_error_on_the_output(monke
     monkeypatch.setattr(moments_module, "SAMPLES_PER_IMAGE", 10**6)
     monkeypatch.setattr(moments_module, "KERNEL_PRIOR", 1e-6)
     monkeypatch.setattr(moments_module, "SHARED_CORRELATION", 0)
+    monkeypatch.setattr(moments_module, "NEIGHBOURS", 0)
     torch.manual_seed(0)
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
     images = images * torch.linspace(0.5, 2, 8).reshape(8, 1, 1) + 3
@@ -117,3 +118,22 @@ def test_the_roots_of_a_line_measure_the_effect_of_its_error_on_the_output(monke
         ratios.append(float(cost / output.square().mean()))
     # The ratio itself is arbitrary, since roots are scaled to a mean of 1.
     assert max(ratios) / min(ratios) < 1.1
+
+
+@pytest.mark.parametrize("name", ["depthwise", "not padded", "1-D"])
+def test_changes_that_alternate_between_places_cost_less_than_those_of_one_sign(name, monkeypatch):
+    monkeypatch.setattr(moments_module, "KERNEL_PRIOR", 0)
+    monkeypatch.setattr(moments_module, "SHARED_CORRELATION", 0)
+    conv, layer, box, _ = make_case(name)
+    sides = [40] * layer.dims
+    row_and_column = torch.meshgrid(*map(torch.arange, sides), indexing="ij")
+    alternating = (-1.0) ** torch.stack(row_and_column).sum(0)
+    costs = []
+    for image in (torch.ones(sides), alternating):
+        moments = LineMoments(layer, box)
+        moments.add(image.expand(2, conv.in_channels, *sides).double())
+        centre = moments.patch_length // 2
+        costs.append(moments.costs()[:, centre, centre])
+    of_one_sign = costs[0].new_tensor(1 + moments_module.NEIGHBOURS)
+    assert torch.allclose(costs[0], of_one_sign, rtol=0.05)  # less where the padding is zero
+    assert bool((costs[1] < 1 + 0.2 * moments_module.NEIGHBOURS).all())
