@@ -31,7 +31,7 @@ MAX_POINTS_BY_COUNT = 300  # for errors at every count, which take more moves
 # All elements are moved again when their number has grown by this factor. Moving them more often
 # takes longer, and brings kernels hardly closer.
 MOVE_AT_GROWTH = 1.5
-MOVE_AT_GROWTH_BY_COUNT = 1.2  # for errors at every count
+MOVE_AT_GROWTH_BY_COUNT = 1.1  # for errors at every count
 FLOATS_AT_ONCE = 1_000_000  # of a search; larger ones leave the CPU's cache
 
 

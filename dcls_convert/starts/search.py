@@ -2,10 +2,10 @@
 
 Let the rows of A (E, S) be the atoms of the elements of a line, and H = (A A' + ridge)^-1. The
 elements leave t - A'HA t of a target t, with the best weights H A t. Of another atom a, they leave
-q = a - A'HA a, and of its energy q'a + ridge. If its element is added, the squared error falls by
-(q't)^2 / energy: all error along the unit vector u = q / sqrt(energy) is gone. When the element is
-removed, the error along u comes back. So both change the products of all atoms of a grid with what
-is left of the target, and their energies, by products with u alone.
+q = a - A'HA a, and of its energy q'a + ridge. If its element is added, the squared error (with the
+ridge's share) falls by (q't)^2 / energy: the part of t along u = q / sqrt(energy) is gone. When the
+element is removed, this part comes back. So both change the products of all atoms of a grid with
+what is left of the target, and their energies, by products with u alone.
 
 Elements are added one after the other, each at the best point of the grid: orthogonal least
 squares, doi:10.1080/00207178908953472. Now and then, each is removed and added again: coordinate
@@ -132,8 +132,8 @@ class Search:
         self.steps = tables.grid.new_zeros(lines, count, len(tables.profiles))
         self._atoms = targets.new_zeros(lines, count, cells)  # A
         self._inverse = targets.new_zeros(lines, count, count)  # H
-        # What they leave of the targets' squares, and of the grid's atoms.
-        self.errors = self.targets.square().sum(2)  # (N, L)
+        # What they leave of the targets (N, L, S), and of the grid's atoms.
+        self.residuals = self.targets.clone()
         products = self._along_grid(self.targets)
         self.products = products.transpose(0, 1).contiguous()  # (L, N, J): with the targets
         self.energies = grid_energies + ridge  # (N, J)
@@ -155,9 +155,9 @@ class Search:
             growth: All elements are moved when their number has grown by this factor, and at last.
 
         Returns:
-            The squared errors (N, L), with the ridge's share, with 0, 1, ... elements.
+            The squared errors (N, L) with 0, 1, ... elements.
         """
-        errors = [self.errors.clone()]
+        errors = [self.residuals.square().sum(2)]
         count = self.steps.shape[1]
         last_moved = 1  # A single element is at the best point.
         for number in range(1, 1 + count):
@@ -168,7 +168,7 @@ class Search:
                     self._remove_(element)
                     self._put_(element)
                 last_moved = number
-            errors.append(self.errors.clamp(min=0))
+            errors.append(self.residuals.square().sum(2))
         return errors
 
     def _put_(self, element: int) -> None:
@@ -205,7 +205,7 @@ class Search:
         """Add what lies along unit vectors (N, 1, S) to what the elements leave, or remove it."""
         of_targets = self.targets @ unit.mT  # (N, L, 1)
         of_grid = self._along_grid(unit).squeeze(1)  # (N, J)
-        self.errors.addcmul_(of_targets.squeeze(2), of_targets.squeeze(2), value=sign)
+        self.residuals.addcmul_(of_targets, unit, value=sign)
         self.products.addcmul_(of_targets.transpose(0, 1), of_grid, value=sign)
         self.energies.addcmul_(of_grid, of_grid, value=sign)
 
