@@ -137,3 +137,40 @@ def test_changes_that_alternate_between_places_cost_less_than_those_of_one_sign(
     of_one_sign = costs[0].new_tensor(1 + moments_module.NEIGHBOURS)
     assert torch.allclose(costs[0], of_one_sign, rtol=0.05)  # less where the padding is zero
     assert bool((costs[1] < 1 + 0.2 * moments_module.NEIGHBOURS).all())
+
+
+def noise(count, size, pools):
+    """Noise that is averaged over as many rows and columns as a channel's pool says."""
+    channels = []
+    for number, (rows, columns) in enumerate(pools):
+        generator = torch.Generator().manual_seed(1000 * number + count)
+        white = torch.randn(count, 1, size + rows - 1, size + columns - 1, generator=generator)
+        channels.append(nn.functional.avg_pool2d(white, (rows, columns), stride=1))
+    return torch.cat(channels, 1)
+
+
+@pytest.mark.parametrize(
+    ("pools", "other_factor"), [([(3, 3)] * 8, 0), ([(1, 4)] * 4 + [(4, 1)] * 4, 5)]
+)
+def test_what_channels_share_is_used_as_far_as_it_helps_on_other_images(
+    pools, other_factor, monkeypatch
+):
+    """With few images, it helps where channels are alike; more would harm where they differ."""
+    conv = nn.Conv2d(8, 8, 5, padding=2, groups=8)
+    layer = DCLS_LAYERS[2].from_conv_without_values(conv, 4, (9, 9), "bilinear", (), "both")
+    box = Box(conv.kernel_size, conv.dilation, (9, 9), "bilinear")
+    few = LineMoments(layer, box)
+    few.add(noise(2, 12, pools))
+    many = LineMoments(layer, box)
+    many.add(noise(300, 12, pools))
+
+    def scaled(costs):
+        return costs / costs.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+
+    distances = []
+    for factor in (moments_module.SHARED_CORRELATION, other_factor):
+        monkeypatch.setattr(moments_module, "SHARED_CORRELATION", factor)
+        costs = few.costs()
+        monkeypatch.setattr(moments_module, "SHARED_CORRELATION", 0)
+        distances.append(float((scaled(costs) - scaled(many.costs())).norm()))
+    assert distances[0] < 0.97 * distances[1]
