@@ -104,7 +104,7 @@ def _relative_errors(
     lines = lines_of(kernels, box)
     roots = roots_of_lines(sampled_roots, kernels[0], len(lines))
     max_count = max(plan.old_cells, at_least)
-    errors = errors_by_count(lines, max_count, box, roots).double()  # (L, 1 + max_count), squared
+    errors = errors_by_count(lines, max_count, box, roots)  # (L, 1 + max_count), squared
     relative = (errors / errors[:, :1]).nan_to_num().sqrt().sum(0)  # a layer may be zero
     if box.method.is_exact_on_cells:
         relative[plan.old_cells :] = 0

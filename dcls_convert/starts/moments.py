@@ -11,9 +11,9 @@ cropped to the box in which the kernel is fitted. For example, with a kernel of 
 An error e of the kernel changes the output by e'x, in the mean square by e'E[xx']e.
 
 What a change of the output does to the network's own outputs is alike at neighbouring places. So
-changes of one sign add up there, and changes of alternating signs cancel each other. That is why
-the mean change over neighbouring places costs as well: e'E[ss']e, where s is the mean of the
-patches there.
+changes of one sign add up there, and changes of alternating signs cancel each other. That is why,
+for separate lines, the mean change over neighbouring places costs as well: e'E[ss']e, where s is
+the mean of the patches there.
 
 A line group is a set of kernel lines whose inputs share one covariance matrix. If the lines are
 joint, a line group has all lines that one output channel sums: one for each input channel of the
@@ -26,7 +26,6 @@ Axes: N images, G line groups, R lines of a line group, S cells of the box.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DclsConvertError
@@ -47,8 +46,6 @@ SHARED_CORRELATION = 0.2  # c
 MIN_SQUARE_SHARE = 1e-3
 MIN_SQUARE = 1e-12  # if there is no input at all
 
-AVG_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}  # by dims
-
 
 class PatchSums:
     """Sums of patches, and of their products, for each line group.
@@ -68,6 +65,8 @@ class PatchSums:
     def add(self, patches: Tensor, sample_axes: int) -> None:
         """Add patches (G, *patch, *samples); `sample_axes` is the number of the last axes."""
         samples = patches[0].numel() // self.patch_length
+        if not samples:  # the batch is empty
+            return
         groups_at_once = max(1, PATCH_FLOATS_AT_ONCE // (samples * self.patch_length))
         dtype = torch.promote_types(patches.dtype, torch.float32)
         if not self.count:
@@ -164,7 +163,7 @@ class InputMoments:
         patch_axes = [2 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
         # -> (channels, *dense lengths, *box lengths, N, *places)
         patches = patches.permute(1, *patch_axes, 0, *range(2, 2 + dims))
-        if self.line_groups == layer.groups:
+        if self.line_groups == layer.groups:  # joint, or one input channel for each output
             return torch.unflatten(patches, 0, (layer.groups, -1))
         return patches.flatten(0, len(layer.dense_axes))
 
@@ -181,7 +180,10 @@ class InputMoments:
         return costs
 
     def _mean_squares(self, products: Tensor) -> Tensor:
-        """Return the mean of each line's products with themselves, at each cell: (G, R * S)."""
+        """Return the mean of the diagonal over each line's cells, for each of them: (G, R * S).
+
+        It is at least a small share of the mean over all lines.
+        """
         cells = math.prod(self.box.lengths)
         squares = products.diagonal(dim1=1, dim2=2)
         squares = squares.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
@@ -206,9 +208,12 @@ class InputMoments:
         change_squares = (changes @ products * changes).sum().clamp(min=0)
         return float((change_squares / old_squares).sqrt())
 
+    def _is_finite(self) -> bool:
+        return self._patches.is_finite
+
     def check(self, name: str) -> None:
         """Raise DclsConvertError, with the layer's name, if inputs are not finite."""
-        if not self._patches.is_finite:
+        if not self._is_finite():
             raise DclsConvertError(
                 f"calibration: {name} has inputs that are not finite (NaN or infinite)"
             )
@@ -232,21 +237,27 @@ class LineMoments(InputMoments):
         super().__init__(layer, box, _lines_of_outputs(layer))
         self._averaged = PatchSums(self.patch_length)
 
+    def _is_finite(self) -> bool:
+        return super()._is_finite() and self._averaged.is_finite
+
     def _add_padded(self, images: Tensor) -> None:
         super()._add_padded(images)
         averaged = self._sampled_patches(self._mean_of_neighbours(images))
         self._averaged.add(averaged, 1 + self.layer.dims)
 
     def _mean_of_neighbours(self, images: Tensor) -> Tensor:
-        """Average padded images over three places of the output along each axis."""
-        to_next_place = self.layer.stride
-        return AVG_POOLS[self.layer.dims](
-            images.to(torch.promote_types(images.dtype, torch.float32)),
-            [2 * cells + 1 for cells in to_next_place],
-            stride=1,
-            padding=to_next_place,
-            count_include_pad=False,
-        )
+        """Average padded images (N, channels, *padded map) over three places along each axis.
+
+        At an end of an axis, where a neighbour is missing, the place itself counts once more.
+        """
+        mean = images.to(torch.promote_types(images.dtype, torch.float32))
+        for axis, to_next_place in enumerate(self.layer.stride, start=2):
+            length = mean.shape[axis]
+            cells = torch.arange(length, device=mean.device)
+            before = mean.index_select(axis, (cells - to_next_place).clamp(min=0))
+            after = mean.index_select(axis, (cells + to_next_place).clamp(max=length - 1))
+            mean = (before + mean + after) / 3
+        return mean
 
     def costs(self) -> Tensor:
         """Return the matrices M (G, S, S): an error e of a kernel costs e'Me.

@@ -74,13 +74,13 @@ def fit_lines(
 def errors_by_count(targets: Tensor, max_count: int, box: Box, roots: LineRoots | None) -> Tensor:
     """Return the squared error of each layer with 0 to `max_count` elements: (L, 1 + max_count).
 
-    Elements stay on a grid. Arguments are those of `fit_lines`.
+    It is in float64. Elements stay on a grid. Arguments are those of `fit_lines`.
     """
-    total = targets.new_zeros(targets.shape[1], 1 + max_count)
+    errors_of_parts = []
     for search in _searches(targets, max_count, box, roots, MAX_POINTS_BY_COUNT):
         errors = search.add_elements_(MOVE_AT_GROWTH_BY_COUNT)
-        total += torch.stack(errors, dim=-1).sum(0).to(targets)
-    return total
+        errors_of_parts.append(torch.stack(errors, dim=-1).sum(0))
+    return torch.stack(errors_of_parts).sum(0)
 
 
 def _searches(

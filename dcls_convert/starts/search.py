@@ -4,17 +4,18 @@ Let the rows of A (E, S) be the atoms of the elements of a line, and H = (A A' +
 elements leave t - A'HA t of a target t, with the best weights H A t. Of another atom a, they leave
 q = a - A'HA a, and of its energy q'a + ridge. If its element is added, the squared error (with the
 ridge's share) falls by (q't)^2 / energy: the part of t along u = q / sqrt(energy) is gone. When the
-element is removed, this part comes back. So both change the products of all atoms of a grid with
-what is left of the target, and their energies, by products with u alone.
+element is removed, this part comes back. Both only need products with u: these update, for all
+atoms of a grid, the energies and the products with what is left of the target.
 
 Elements are added one after the other, each at the best point of the grid: orthogonal least
 squares, doi:10.1080/00207178908953472. Now and then, each is removed and added again: coordinate
 exchange, doi:10.1080/00401706.1995.10485889. At last, all leave the grid together: see `refine_`.
 
-Everything is in float64: rounding would add up from move to move, and the roots' small singular
-values would be lost.
+Everything is in float64: in float32, rounding would add up from move to move, and small costs would
+be lost beside large ones.
 
-Axes: N kernel lines, L layers, E elements, A axes, S cells of the box, J points of the grid.
+Axes: N kernel lines, L layers, E elements, A axes, S cells of the box, J points of the grid, R any
+number of vectors.
 """
 
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ SLOPE_STEPS = 4  # Slopes are differences over this many steps to both sides.
 # Added to the energy of atoms, as a share of the energy of an element on a cell. It bounds the
 # weights of elements that nearly coincide.
 ATOM_RIDGE = 1e-4
-MIN_ENERGY = 1e-12  # of a cell whose input never varies
-# The damping of `refine_`: at first, and how it changes after a step that succeeds, or fails. From
-# a third to three times these, kernels come equally close.
+MIN_ENERGY = 1e-12  # added if there are roots, since all of them may be zero
+MIN_CURVATURE = 1e-12  # added where an element has no effect
+# The damping of `refine_`: before the first step, which counts as a success, and how it changes
+# after a step that succeeds, or fails. With a third or three times these, kernels come as close.
 DAMPING = 0.1
 LESS_DAMPING = 1 / 3
 MORE_DAMPING = 10.0
@@ -50,7 +52,6 @@ class FootprintTables:
 
     box: Box
     profiles: list[Tensor]  # (steps, S) of each axis; see `Box.profiles`
-    slopes: list[Tensor]  # (steps, S) of each axis: derivatives of the profiles, per step
     last: Tensor  # (A,): the last step along each axis
     grid: Tensor  # (J, A): the positions at which elements are added
     grid_footprints: Tensor  # (J, S)
@@ -59,48 +60,49 @@ class FootprintTables:
     def of(cls, box: Box, points_per_cell: int, example: Tensor) -> Self:
         """Return the tables of a box, with a grid of that many points a cell along each axis.
 
-        `example` has the dtype and the device.
+        `example` is a tensor with the dtype and device of the tables.
         """
         profiles = [profile.to(example) for profile in box.profiles(STEPS_PER_CELL)]
-        slopes = []
         axes = []
         for profile in profiles:
             steps = torch.arange(len(profile), device=example.device)
-            before = (steps - SLOPE_STEPS).clamp(min=0)
-            after = (steps + SLOPE_STEPS).clamp(max=len(profile) - 1)
-            distance = (after - before).clamp(min=1).unsqueeze(1)  # 0 if there is one position
-            slopes.append((profile[after] - profile[before]) / distance)
             axes.append(steps[:: STEPS_PER_CELL // points_per_cell])
         grid = torch.cartesian_prod(*axes).reshape(-1, len(axes))
         return cls(
             box=box,
             profiles=profiles,
-            slopes=slopes,
             last=grid[-1],
             grid=grid,
-            grid_footprints=_product(profiles, grid),
+            grid_footprints=_footprints(profiles, grid),
         )
 
     def at(self, steps: Tensor) -> Tensor:
         """Return the footprints of elements at these steps (N, E, A): (N, E, S)."""
-        return _product(self.profiles, steps)
+        return _footprints(self.profiles, steps)
 
     def slopes_at(self, steps: Tensor) -> Tensor:
         """Return derivatives of the footprints along each axis, per step: (N, A * E, S)."""
         slopes = []
-        for axis, slope in enumerate(self.slopes):
-            factors = [*self.profiles[:axis], slope, *self.profiles[axis + 1 :]]
-            slopes.append(_product(factors, steps))
+        for axis, profile in enumerate(self.profiles):
+            step = steps[..., axis]
+            before = (step - SLOPE_STEPS).clamp(min=0)
+            after = (step + SLOPE_STEPS).clamp(max=len(profile) - 1)
+            distance = (after - before).clamp(min=1)  # 0 if there is one position
+            slope = embedding(after, profile) - embedding(before, profile)
+            slope /= distance.unsqueeze(-1)
+            for other, other_profile in enumerate(self.profiles):
+                if other != axis:
+                    slope *= embedding(steps[..., other], other_profile)
+            slopes.append(slope)
         return torch.cat(slopes, dim=1)
 
 
-def _product(factors: list[Tensor], steps: Tensor) -> Tensor:
-    """Multiply the rows (S,) of each axis' factor at these steps (..., A): (..., S)."""
-    rows = [embedding(step, factor) for factor, step in zip(factors, steps.unbind(-1), strict=True)]
-    product = rows[0]
-    for row in rows[1:]:
-        product = product.mul_(row)
-    return product
+def _footprints(profiles: list[Tensor], steps: Tensor) -> Tensor:
+    """Return the footprints of elements at these steps (..., A): (..., S)."""
+    footprints = embedding(steps[..., 0], profiles[0])
+    for axis, profile in enumerate(profiles[1:], start=1):
+        footprints *= embedding(steps[..., axis], profile)
+    return footprints
 
 
 class Search:
@@ -125,7 +127,7 @@ class Search:
         grid_energies = tables.grid_footprints.square().sum(1).expand(lines, -1)
         if roots is not None:
             ridge = ATOM_RIDGE * roots.square().sum(-1).mean(-1, keepdim=True) + MIN_ENERGY
-            grid_energies = (tables.grid_footprints @ roots).square().sum(2)
+            grid_energies = (tables.grid_footprints @ roots).square_().sum(2)
         self.ridge = ridge  # (N, 1)
         # Of the elements that were added so far.
         self.count = 0
@@ -155,7 +157,7 @@ class Search:
             growth: All elements are moved when their number has grown by this factor, and at last.
 
         Returns:
-            The squared errors (N, L) with 0, 1, ... elements.
+            The squared errors (N, L) with 0, 1, ... elements, without the ridge's share.
         """
         errors = [self.residuals.square().sum(2)]
         count = self.steps.shape[1]
@@ -210,7 +212,10 @@ class Search:
         self.energies.addcmul_(of_grid, of_grid, value=sign)
 
     def refine_(self, iterations: int) -> None:
-        """Move all elements together, off the grid, by the Levenberg-Marquardt method."""
+        """Move all elements together, off the grid, by the Levenberg-Marquardt method.
+
+        Afterwards, no elements can be added: what they leave of the grid is not updated.
+        """
         best = trial = self.steps
         lines, count, axes = trial.shape
         least_error = self.targets.new_full((lines,), torch.inf)
@@ -228,7 +233,7 @@ class Search:
             curvature = torch.where(is_better, new_curvature, curvature)
             damped = curvature.clone()
             diagonal = damped.diagonal(dim1=1, dim2=2)
-            diagonal.add_(damping * (diagonal + diagonal.mean(1, keepdim=True)) + MIN_ENERGY)
+            diagonal.add_(damping * (diagonal + diagonal.mean(1, keepdim=True)) + MIN_CURVATURE)
             factor = torch.linalg.cholesky_ex(damped)[0]
             move = torch.cholesky_solve(gradient, factor).reshape(lines, axes, count).mT
             move = move.clamp(-MAX_MOVE, MAX_MOVE).round().long()

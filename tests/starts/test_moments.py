@@ -1,12 +1,14 @@
 """Weights that are solved from what layers see in images."""
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from dcls_convert import find_convs, plan_conversion
+from dcls_convert import DclsConvertError, find_convs, plan_conversion
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.placing.place import make_layers
 from dcls_convert.progress import ignore_messages
@@ -120,14 +122,15 @@ def test_the_roots_of_a_line_measure_the_effect_of_its_error_on_the_output(monke
     assert max(ratios) / min(ratios) < 1.1
 
 
-@pytest.mark.parametrize("name", ["depthwise", "not padded", "1-D"])
+@pytest.mark.parametrize("name", ["depthwise", "not padded", "1-D", "groups, stride"])
 def test_changes_that_alternate_between_places_cost_less_than_those_of_one_sign(name, monkeypatch):
     monkeypatch.setattr(moments_module, "KERNEL_PRIOR", 0)
     monkeypatch.setattr(moments_module, "SHARED_CORRELATION", 0)
     conv, layer, box, _ = make_case(name)
     sides = [40] * layer.dims
-    row_and_column = torch.meshgrid(*map(torch.arange, sides), indexing="ij")
-    alternating = (-1.0) ** torch.stack(row_and_column).sum(0)
+    alternating = torch.ones(sides)
+    for cells in torch.meshgrid(*map(torch.arange, sides), indexing="ij"):
+        alternating *= (-1.0) ** (cells // layer.stride[0])
     costs = []
     for image in (torch.ones(sides), alternating):
         moments = LineMoments(layer, box)
@@ -135,8 +138,30 @@ def test_changes_that_alternate_between_places_cost_less_than_those_of_one_sign(
         centre = moments.patch_length // 2
         costs.append(moments.costs()[:, centre, centre])
     of_one_sign = costs[0].new_tensor(1 + moments_module.NEIGHBOURS)
-    assert torch.allclose(costs[0], of_one_sign, rtol=0.05)  # less where the padding is zero
+    assert torch.allclose(costs[0], of_one_sign, rtol=0.1)  # less where the padding is zero
     assert bool((costs[1] < 1 + 0.2 * moments_module.NEIGHBOURS).all())
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1, 9, 9), (4, 2, 9, 9), (0, 4, 2, 9, 9)])
+def test_short_maps_single_images_and_empty_batches_are_added(shape):
+    conv = nn.Conv3d(4, 4, (1, 3, 3), padding=(0, 1, 1), groups=4)
+    layer = DCLS_LAYERS[3].from_conv_without_values(conv, 4, (1, 7, 7), "bilinear", (0,), "both")
+    moments = LineMoments(layer, Box(conv.kernel_size, conv.dilation, (1, 7, 7), "bilinear", (0,)))
+    moments.add(torch.randn(shape))
+    assert (moments.sample_count == 0) == (shape[0] == 0)
+    assert not moments.sample_count or bool(moments.costs().isfinite().all())
+
+
+def test_a_value_that_is_not_finite_is_found_at_each_pixel():
+    _, layer, box, _ = make_case("depthwise")
+    for row, column in itertools.product(range(24), repeat=2):
+        image = torch.ones(1, 6, 24, 24)
+        image[0, 0, row, column] = torch.nan
+        moments = LineMoments(layer, box)
+        moments.add(image)
+        finite = bool(moments.costs().isfinite().all())
+        with contextlib.nullcontext() if finite else pytest.raises(DclsConvertError, match="conv"):
+            moments.check("conv")
 
 
 def noise(count, size, pools):
