@@ -248,15 +248,20 @@ class LineMoments(InputMoments):
     def _mean_of_neighbours(self, images: Tensor) -> Tensor:
         """Average padded images (N, channels, *padded map) over three places along each axis.
 
-        At an end of an axis, where a neighbour is missing, the place itself counts once more.
+        At an end of an axis, there are two places; on a short axis, there is one.
         """
         mean = images.to(torch.promote_types(images.dtype, torch.float32))
         for axis, to_next_place in enumerate(self.layer.stride, start=2):
             length = mean.shape[axis]
-            cells = torch.arange(length, device=mean.device)
-            before = mean.index_select(axis, (cells - to_next_place).clamp(min=0))
-            after = mean.index_select(axis, (cells + to_next_place).clamp(max=length - 1))
-            mean = (before + mean + after) / 3
+            first = min(to_next_place, length)  # the first cell that has a place before it
+            rest = length - first
+            sums = mean.clone()
+            sums.narrow(axis, 0, rest).add_(mean.narrow(axis, first, rest))
+            sums.narrow(axis, first, rest).add_(mean.narrow(axis, 0, rest))
+            places = torch.ones(length, dtype=mean.dtype, device=mean.device)
+            places[:rest] += 1
+            places[first:] += 1
+            mean = sums.div_(places.reshape(-1, *[1] * (mean.dim() - 1 - axis)))
         return mean
 
     def costs(self) -> Tensor:
