@@ -60,11 +60,11 @@ def fit_lines(
     """
     positions = []
     weights = []
-    # The more elements, the more steps until all have settled.
-    steps = 2 * count.bit_length() - 1
+    # The more elements, the more iterations until all have settled.
+    iterations = 2 * count.bit_length() - 1
     for search in _searches(targets, count, box, roots, MAX_POINTS):
         search.add_elements_(MOVE_AT_GROWTH)
-        search.refine_(steps)
+        search.refine_(iterations)
         positions.append(search.positions().to(targets))
         weights.append(search.weights().to(targets))
     return torch.cat(positions), torch.cat(weights)
