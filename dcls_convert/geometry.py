@@ -305,6 +305,24 @@ def position_limits(size: int) -> tuple[int, int]:
     return -(size // 2), (size - 1) // 2
 
 
+def useful_limits(window: int, old_extent: int, map_length: int | None, grow: Grow) -> Pair:
+    """Return the first and last position along an axis that lie on the map for some output.
+
+    The outermost cells of other positions meet only padding. On a map of M cells, at most 2 * M - 1
+    positions are useful; in a window that grows to one side, M, or the old kernel's. If the map's
+    length is not known, all are.
+    """
+    low, high = position_limits(window)
+    if map_length is None:
+        return low, high
+    if grow == "both":
+        return position_limits(min(window, 2 * map_length - 1))
+    cells = max(map_length, old_extent)
+    if grow == "back":
+        return max(low, high - cells + 1), high
+    return low, min(high, low + cells - 1)
+
+
 def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the spatial axes along which elements have a position, in `positions` order."""
     return tuple(sorted(set(range(dims)).difference(dense_axes)))

@@ -42,7 +42,7 @@ GROWTH = r"\+[1-9][0-9]{0,3}"
 EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
 MIN_GROWTH = 2  # cells
 MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
-# Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
+# Percent of MACs that recommended windows may add; the paper's ConvNeXts have 7.3 to 11.6.
 MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .text import printable
 
-SHORT_NAME = 24  # terminal columns; if no name is wider, names do not wrap
+SHORT_NAME = 24  # terminal columns; shorter names do not wrap, nor other texts beside long names
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
 
@@ -29,7 +29,8 @@ class Column:
 class Table:
     """Rows of texts under headings. A column in which no row has a text is left out.
 
-    The first column holds names. If the table is too wide, long names wrap, and numbers do not.
+    The first column holds names. If the table is too wide, long names wrap, then other long texts;
+    numbers do not.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -80,9 +81,13 @@ class Table:
         )
         columns, rows = self._shown()
         longest_name = max((cell_len(row[0]) for row in rows), default=0)
-        for column in columns:
-            is_name = column is columns[0]
-            wraps = column.words or (is_name and longest_name > SHORT_NAME)
+        names_wrap = longest_name > SHORT_NAME
+        for index, column in enumerate(columns):
+            is_name = index == 0
+            wraps = is_name and names_wrap
+            if column.words:
+                longest = max((cell_len(row[index]) for row in rows), default=0)
+                wraps = longest > SHORT_NAME or not names_wrap
             table.add_column(
                 column.heading,
                 justify="left" if is_name or column.left else "right",

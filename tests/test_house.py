@@ -172,7 +172,7 @@ def test_texts_that_repeat_the_limits_of_auto_state_the_present_ones():
     window = options.MAX_WINDOW
     assert f"{percent} network's MACs" in page
     assert f"makes no window larger than {window}x{window}" in page
-    assert f"{percent} model's MACs, with windows of at most {window};" in docstring
+    assert f"{percent} model's MACs, with windows of at most {window}," in docstring
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop.md"])

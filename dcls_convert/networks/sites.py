@@ -8,7 +8,15 @@ from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from ..geometry import Direction, Grow, size_text
+from ..geometry import (
+    Direction,
+    Grow,
+    Pair,
+    grow_of_axes,
+    learnt_axes,
+    size_text,
+    useful_limits,
+)
 from ..layers.conv_settings import ConvSettings
 from ..running.input_spec import InputSpec
 
@@ -51,6 +59,17 @@ class OldConv(ConvSettings):
     def dense_weights(self) -> int:
         """Number of weights of the old kernel."""
         return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
+
+    def useful_limits(
+        self, window: Sequence[int], dense_axes: Sequence[int], grow: Sequence[Grow]
+    ) -> list[Pair]:
+        """Return `geometry.useful_limits` of a window in its place, along each learnt axis."""
+        grow = grow_of_axes(grow, self.dims)
+        limits = []
+        for axis in learnt_axes(self.dims, dense_axes):
+            map_length = None if self.input_extent is None else self.input_extent[axis]
+            limits.append(useful_limits(window[axis], self.extents[axis], map_length, grow[axis]))
+        return limits
 
     def macs(self, size: Sequence[int]) -> int | None:
         """Return the MACs for one image with a kernel of that size, or None if not known."""

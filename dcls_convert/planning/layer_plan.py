@@ -127,34 +127,10 @@ class LayerPlan(OldConv):
         return tuple(map(old_centre, self.old_limits, self.learnt_grow))
 
     @property
-    def useful_limits(self) -> list[Pair]:
-        """Positions between which cells lie on the input map for some output, by learnt axis.
-
-        On a map of M cells, these are at most 2 * M - 1; in a window that grows to one side, M, or
-        the old kernel's. If the size of the map is not known, all cells count.
-        """
-        limits = []
-        grow = self.grow_of_axes
-        for axis in self.learnt_axes:
-            size = self.dilated_size[axis]
-            low, high = position_limits(size)
-            if self.input_extent is not None:
-                map_length = self.input_extent[axis]
-                if grow[axis] == "both":
-                    low, high = position_limits(min(size, 2 * map_length - 1))
-                else:
-                    cells = max(map_length, self.extents[axis])
-                    if grow[axis] == "back":
-                        low = max(low, high - cells + 1)
-                    else:
-                        high = min(high, low + cells - 1)
-            limits.append((low, high))
-        return limits
-
-    @property
     def exceeds_map(self) -> bool:
         """Whether the window has cells that never lie on the input map."""
-        return self.useful_limits != list(map(position_limits, self.learnt_size))
+        useful = self.useful_limits(self.dilated_size, self.dense_axes, self.grow)
+        return useful != list(map(position_limits, self.learnt_size))
 
     @property
     def learnt_axes(self) -> tuple[int, ...]:
@@ -246,10 +222,15 @@ def position_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     return list(groups.values())
 
 
-def useful_limits(layers: Sequence[LayerPlan]) -> list[Pair]:
-    """Return the positions that are useful (`LayerPlan.useful_limits`) in all layers of a group."""
+def common_useful_limits(layers: Sequence[LayerPlan]) -> list[Pair]:
+    """Return the positions that are useful (`geometry.useful_limits`) in all layers of a group."""
+    limits_of_layers = []
+    for layer in layers:
+        limits_of_layers.append(
+            layer.useful_limits(layer.dilated_size, layer.dense_axes, layer.grow)
+        )
     common = []
-    for limits in zip(*(layer.useful_limits for layer in layers), strict=True):  # by axis
+    for limits in zip(*limits_of_layers, strict=True):  # by axis
         lows, highs = zip(*limits, strict=True)
         common.append((max(lows), min(highs)))
     return common

@@ -37,8 +37,8 @@ class PlanOptions:
     type checkers and --help find them. Other functions take them as keyword arguments.
     """
 
-    # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the largest
-    # growth with windows of at most MAX_WINDOW that adds at most MAX_ADDED_COST_PERCENT to MACs.
+    # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the growth that
+    # `windows.recommended_size` chooses.
     dilated_size: int | Sequence[int] | str = AUTO
     kernel_count: int | Literal["auto", "exact"] = AUTO
     # "auto", a name, a file, or a mapping with the keys of a file.

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ..errors import PlanError
 from ..geometry import (
@@ -16,6 +17,7 @@ from ..geometry import (
     keeps_centre,
     padded_cells,
     padding_with_new_cells,
+    position_limits,
     size_text,
     static_padding,
 )
@@ -40,6 +42,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
 
     - adds at most MAX_ADDED_COST_PERCENT to the MACs,
     - makes no window larger than MAX_WINDOW,
+    - leaves the windows of at least half of the layers without cells that meet only padding,
     - fits every layer that the smallest growth fits.
 
     If there is none, it is the smallest growth.
@@ -53,42 +56,57 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
     if all(rule.dilated_size for _, rule in converted):
         return None
     max_added_macs = (convs.macs or 0) * MAX_ADDED_COST_PERCENT / 100
-    layers_at_min_growth, _, _ = _grow(converted, MIN_GROWTH)
+    at_min_growth = _grow(converted, MIN_GROWTH)
     recommended = MIN_GROWTH
     for growth in range(MIN_GROWTH, MAX_WINDOW, 2):
-        layers, longest_side, added_macs = _grow(converted, growth)
+        grown = _grow(converted, growth)
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
-        fits = layers >= layers_at_min_growth and longest_side <= MAX_WINDOW
-        if fits and added_macs <= max_added_macs:
+        fits = grown.layers >= at_min_growth.layers and grown.longest_side <= MAX_WINDOW
+        reaches_beyond_maps = 2 * grown.layers_beyond_map > grown.layers
+        if fits and not reaches_beyond_maps and grown.added_macs <= max_added_macs:
             recommended = growth
     return f"+{recommended}"
 
 
-def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> tuple[int, int, float]:
-    """Try a growth for the sites whose rules state no size.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Grown:
+    """What a growth of all windows does."""
 
-    Returns:
-        The number of layers that can take their size; the longest learnt side of a grown window;
-        and the MACs that all windows add, infinity if those of a site are not known.
-    """
+    layers: int  # number of layers that can take their size
+    layers_beyond_map: int  # number of those whose windows have cells that meet only padding
+    longest_side: int  # longest learnt side of a window whose size no rule states
+    added_macs: float  # by all windows; infinity if those of a site are not known
+
+
+def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> _Grown:
+    """Try a growth for the sites whose rules state no size."""
     layers = 0
+    layers_beyond_map = 0
     longest_side = 0
     added_macs = 0.0
     for site, rule in converted:
         try:
-            window, dense_axes, _ = choose_window(site, rule.dilated_size or f"+{growth}", rule)
+            window, dense_axes, grow = choose_window(site, rule.dilated_size or f"+{growth}", rule)
         except PlanError:
             continue
         layers += 1
+        useful = site.useful_limits(window, dense_axes, grow)
+        learnt_size = along_learnt_axes(window, dense_axes)
+        layers_beyond_map += useful != list(map(position_limits, learnt_size))
         if not rule.dilated_size:
-            longest_side = max(longest_side, *along_learnt_axes(window, dense_axes))
+            longest_side = max(longest_side, *learnt_size)
         before = site.macs(site.kernel_size)
         after = site.macs(window)
         if before is None or after is None:
             added_macs = math.inf
         else:
             added_macs += after - before
-    return layers, longest_side, added_macs
+    return _Grown(
+        layers=layers,
+        layers_beyond_map=layers_beyond_map,
+        longest_side=longest_side,
+        added_macs=added_macs,
+    )
 
 
 def choose_window(

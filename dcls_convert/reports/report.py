@@ -14,13 +14,13 @@ from ..errors import check_argument
 from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
-from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
+from ..options import DEFAULT_INTERPOLATION, ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import as_json, write_json
 from ..running.input_spec import inputs_text
 from ..tables import Table, as_html, as_text, indented
-from ..text import count_text, counts_text, printable, short_list, shortened
+from ..text import count_text, counts_text, printable, range_text, short_list, shortened
 from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
 from .costs import (
     BudgetReport,
@@ -298,6 +298,10 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         # Never wrapped, so that it can be copied.
         command = f"    {printable(cheaper_sizes)}"
         warnings.append(Text(command, no_wrap=True, overflow="ignore"))
+    if 2 * report.layers_beyond_map > len(report.layers):
+        warnings.append(
+            Text("Most windows are larger than their maps can use; rules can skip layers")
+        )
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
     if losing_layers and not report.plan.folded:
         layers = f"{losing_layers} of {count_text(len(report.layers), 'layer')}"
@@ -388,7 +392,7 @@ def _model_table(report: ConversionReport) -> Table:
 def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
     """Return sentences on the budget, positions and errors.
 
-    With `verbose`, also on the new kernels, MACs and feature maps.
+    With `verbose`, also on the new kernels and MACs.
     """
     lines = [_budget_sentence(report)]
     if not report.plan.folded:
@@ -405,13 +409,33 @@ def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
         lines.append(f"{_new_kernels(report)}; stages from {report.plan.stages_from}.")
         if report.macs.delta is not None:
             lines.append(_macs_sentence(report))
-    if verbose and report.layers_beyond_map:
-        lines.append(
-            f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
-            "some cells of the window never meet the feature map at this input size; "
-            "they meet only padding."
-        )
+        if (maps := _maps_sentence(report)) is not None:
+            lines.append(maps)
+    if report.layers_beyond_map:
+        lines.append(_beyond_map_sentence(report))
     return [*lines, *report.notes]
+
+
+def _beyond_map_sentence(report: ConversionReport) -> str:
+    """Say in how many layers the window is larger than the map allows, and the sizes of maps."""
+    maps = []
+    for layer in report.layers:
+        if layer.exceeds_map and layer.input_extent is not None:
+            maps.append(layer.input_extent)
+    layers = f"{len(maps)} of {count_text(len(report.layers), 'layer')}"
+    return f"In {layers}, outer cells meet only padding (maps of {range_text(maps, size_text)})."
+
+
+def _maps_sentence(report: ConversionReport) -> str | None:
+    """Say how large the layers' maps are, in the order of the layers; None if it is not known."""
+    sizes: Counter[str] = Counter()
+    for layer in report.layers:
+        if layer.input_extent is not None:
+            sizes[size_text(layer.input_extent)] += 1
+    if not sizes:
+        return None
+    maps = [f"{size} ({count_text(count, 'layer')})" for size, count in sizes.items()]
+    return f"Maps at this input size: {', '.join(maps)}."
 
 
 def _budget_sentence(report: ConversionReport) -> str:
@@ -432,12 +456,14 @@ def _budget_sentence(report: ConversionReport) -> str:
 
 
 def _positions_sentence(report: ConversionReport) -> str:
-    """Say how many positions are shared, in which stages, and how elements spread over cells."""
+    """Say how many positions are shared, in which stages; and the interpolation, if unusual."""
     tied = [layer for layer in report.layers if layer.tie_group is not None]
     names = sorted({layer.interpolation for layer in report.layers})
-    interpolation = f"{' and '.join(names)} interpolation"
+    interpolation = ""
+    if names != [DEFAULT_INTERPOLATION]:
+        interpolation = f"; {' and '.join(names)} interpolation"
     if not tied:
-        return f"No layers share their positions; {interpolation}."
+        return f"No layers share their positions{interpolation}."
     groups = {layer.tie_group for layer in tied}
     verb = "shares" if len(groups) == 1 else "share"
     shared = sum(layer.position_params for layer in tied)
@@ -446,7 +472,7 @@ def _positions_sentence(report: ConversionReport) -> str:
     if len(tied) < len(report.layers):
         own = len(report.layers) - len(tied)
         sentence += f" (not shared: {count_text(own, 'layer')})"
-    return f"{sentence}; {interpolation}."
+    return f"{sentence}{interpolation}."
 
 
 def _sides_sentence(report: ConversionReport) -> str:

@@ -16,7 +16,7 @@ from ..geometry import position_limits
 from ..layers.elements import Elements, first_cells, random_positions
 from ..options import Init, Positions
 from ..placing.place import LayerGroup
-from ..planning.layer_plan import useful_limits
+from ..planning.layer_plan import common_useful_limits
 from ..progress import Notify
 from .boxes import Box
 from .calibration import CalibrationStatistics
@@ -74,7 +74,7 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
     elif positions == "kernel":
         limits = plan.old_limits
     else:
-        limits = useful_limits(group.layer_plans)
+        limits = common_useful_limits(group.layer_plans)
     _fill_(group, (weights, random_positions(weights[0], limits, generator, centre=centre)))
 
 
