@@ -93,6 +93,12 @@ class OpenedFolder:
         return self.stored_source
 
 
+def has_plan(folder: Path) -> bool:
+    """True if there is a folder whose config.json names our entry in timm's registry."""
+    path = folder / CONFIG
+    return path.is_file() and read_json(path, str(path)).get("architecture") == TIMM_ARCHITECTURE
+
+
 def open_folder(folder: str | Path) -> OpenedFolder:
     """Read and check a folder's config.json.
 

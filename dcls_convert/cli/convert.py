@@ -196,7 +196,7 @@ def _convert_and_save(
     def approve(draft: "DraftPlan", start_name: str) -> None:
         nonlocal output
         if max_macs is not None:
-            _check_macs(request, draft, max_macs)
+            _check_macs(request, draft, start_name, max_macs)
         if not request.dry_run:
             output = output or _default_output(request, draft, start_name)
             check_folder(output)
@@ -219,7 +219,7 @@ def _convert_and_save(
         if request.plan_folder is not None:
             adopted = open_folder(request.plan_folder).plan
         conversion = carry_out(
-            request,
+            _with_converted_network(request),
             adopted=adopted,
             approve=approve,
             notify=notify,
@@ -232,6 +232,25 @@ def _convert_and_save(
         notify(f"writing {output}")
         _save(conversion, output, force=force, picture=picture)
         return conversion, replace(conversion.report, output=str(output))
+
+
+def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest":
+    """Return the request with the network itself, if MODEL is a folder that dcls-convert wrote."""
+    from ..checkpoints.folder import has_plan, open_folder
+    from ..checkpoints.load import load_converted
+
+    folder = Path(str(request.network.model).removeprefix("local-dir:"))
+    if not has_plan(folder):
+        return request
+    opened = open_folder(folder)
+    if opened.plan.folded:
+        raise PlanError(f"{folder}: is folded, so it has no elements to give a larger window")
+    if opened.stored_source is None or not opened.stored_source.is_from_registry:
+        raise PlanError(
+            f"{folder}: only your own code can build its network; in Python, load it by "
+            "load_converted(folder, model=...), and call convert_(model, dilated_size=...)"
+        )
+    return replace(request, network=replace(request.network, model=load_converted(folder)))
 
 
 def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool) -> None:
@@ -247,7 +266,9 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
     save_just_converted(model, output, report=conversion.report, force=force, picture=figure)
 
 
-def _check_macs(request: "ConversionRequest", draft: "DraftPlan", max_macs: float) -> None:
+def _check_macs(
+    request: "ConversionRequest", draft: "DraftPlan", start_name: str, max_macs: float
+) -> None:
     """Refuse a conversion that adds more to the MACs than allowed, in percent."""
     from ..reports.costs import macs_of_model
 
@@ -255,11 +276,22 @@ def _check_macs(request: "ConversionRequest", draft: "DraftPlan", max_macs: floa
     if macs.percent is None:
         raise PlanError(f"--max-macs: the MACs could not be counted: {macs.note}")
     if macs.percent > max_macs:
-        sweep = shell_command(request.network, request.options, command="sweep")
+        sweep = _sweep_command(request, draft, start_name)
         raise PlanError(
             f"{request.network.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
             f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: {sweep}"
         )
+
+
+def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> str:
+    """Return the command that compares sizes for a network, or for what a folder converted."""
+    from ..conversion.request import FROM_CONVERTED
+
+    network = request.network
+    if start_name == FROM_CONVERTED:
+        kwargs = draft.model_args or None
+        network = replace(network, model=str(draft.model), model_kwargs=kwargs)
+    return shell_command(network, replace(request.options, dilated_size=AUTO), command="sweep")
 
 
 def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) -> None:
@@ -270,12 +302,11 @@ def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) ->
     steps = []
     if report.output is not None:
         steps = next_steps(conversion, Path(report.output))
-    request = conversion.request
     shown = report_view(
         report,
         verbose=verbose,
         with_outcome=False,  # `next_steps` shows it
-        cheaper_sizes=shell_command(request.network, request.options, command="sweep"),
+        cheaper_sizes=_sweep_command(conversion.request, report.plan, conversion.start_name),
         why_kept="-v says why",
     )
     console.show(shown, *steps)
@@ -305,9 +336,9 @@ def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name
         counts = f"-count{request.options.kernel_count}"
     elif draft.share != 1:
         counts = f"-budget{float(100 * draft.share):g}"
-    from ..conversion.request import FROM_ELEMENTS
+    from ..conversion.request import FROM_CONVERTED, FROM_ELEMENTS
 
-    suffix = "" if start_name in ("random", FROM_ELEMENTS) else f"-{start_name}"
+    suffix = "" if start_name in ("random", FROM_ELEMENTS, FROM_CONVERTED) else f"-{start_name}"
     if request.start.calibration is not None:
         suffix = "-calibrated"
     name = str(request.network.model).rpartition(":")[2]  # without the registry

@@ -21,10 +21,17 @@ from ..weights.loading import check_weights
 from .apply_plan import replace_convs_
 from .authors import check_elements, names_lacking, translated_elements
 from .before_and_after import compare_with_outputs_before, outputs_before_conversion
+from .enlarge import enlarge_windows_, is_converted
 from .open_network import give_values_, look, open_network
 from .plan_network import adopted_plan, cautions, draft_for_request
 from .provenance import attach_provenance_, describe_conversion
-from .request import FROM_ELEMENTS, ConversionRequest, NetworkRequest, options_without_effect
+from .request import (
+    FROM_CONVERTED,
+    FROM_ELEMENTS,
+    ConversionRequest,
+    NetworkRequest,
+    options_without_effect,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,8 @@ def carry_out(
 ) -> Conversion:
     """Carry out a request; a dry run ends with its plan. A model in memory changes in place.
 
+    One that is converted already gets a larger window.
+
     Args:
         request: The request.
         adopted: The plan of `request.plan_folder`, which was made for the same network.
@@ -63,6 +72,10 @@ def carry_out(
     """
     for sentence in options_without_effect(request):
         warn(sentence)
+    model = request.network.model
+    if is_converted(model):
+        report = enlarge_windows_(request, model, approve)
+        return Conversion(request=request, start_name=FROM_CONVERTED, report=report, model=model)
     network, weights = open_network(
         request.network, offline=request.dry_run, notify=notify, note=note
     )

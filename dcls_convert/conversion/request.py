@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
-FROM_ELEMENTS = "elements"  # a start beside those of `Init`: the elements that the weights have
+# Starts beside those of `Init`: the elements that the weights have, or a converted network.
+FROM_ELEMENTS = "elements"
+FROM_CONVERTED = "converted"
 NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a weights file"
 
 

@@ -32,6 +32,7 @@ from ..geometry import (
     along_learnt_axes,
     extent,
     grow_of_axes,
+    grown_padding,
     learnt_axes,
     on_every_axis,
     padded_cells,
@@ -121,12 +122,16 @@ class DclsLayer(CheckedLayer):
         self.traits = PLAIN
         self._convs = ConvCache()
         self._check_arguments()
-        self._learnt_size = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
-        limits = list(map(position_limits, self._learnt_size))
-        self._lowest_position, self._highest_position = zip(*limits, strict=True)
+        self._set_limits()
         self._make_parameters(bias, device, dtype)
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    def _set_limits(self) -> None:
+        """Set what follows from the window: its learnt size, and the limits of positions."""
+        self._learnt_size = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
+        limits = list(map(position_limits, self._learnt_size))
+        self._lowest_position, self._highest_position = zip(*limits, strict=True)
 
     def _make_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -243,6 +248,60 @@ class DclsLayer(CheckedLayer):
         self._convs.clear()
         if not self.is_tied:
             self.sigma = None
+
+    @torch.no_grad()
+    def set_window_(self, window: IntOrTuple) -> None:
+        """Give the layer another window, in which its elements stay where they are on the map.
+
+        Outputs keep their size. They keep their values if the new window has all elements, and the
+        interpolation has no sigma: elements with a sigma also spread into new cells. In a group of
+        tied layers, every layer needs the new window.
+
+        Args:
+            window: As `dilated_kernel_size`. Dense axes, and whether a side is odd, must stay.
+        """
+        sides = self._one_per_axis("dilated_kernel_size", window, minimum=1)
+        for axis, (old, new) in enumerate(zip(self.dilated_kernel_size, sides, strict=True)):
+            is_dense = axis in self.dense_axes
+            is_centred = grow_of_axes(self.grow, self.dims)[axis] == "both"
+            if (is_dense and new != old) or (is_centred and (new - old) % 2):
+                raise ValueError(
+                    f"dilated_kernel_size={window!r}: axis {axis} has {old} cells; dense axes, and "
+                    "whether a side is odd, must stay"
+                )
+        spacings = self.on_every_axis(self.dilation)
+        padding: Any = self.padding
+        self.padding = grown_padding(
+            padding if isinstance(padding, str | tuple) else self.on_every_axis(padding),
+            self.dilated_kernel_size,
+            spacings,
+            tuple(map(extent, sides, spacings)),
+            self.on_every_axis(self.stride),
+            self.grow,
+        )
+        if not self.is_tied:
+            self.clamp_positions_()
+            for row, axis in enumerate(self.learnt_axes):
+                self.positions[row] += self.shift_of_centre(axis, sides[axis])
+        self.dilated_kernel_size = sides
+        if not self.grow:
+            self.kernel_size = sides
+        self._set_limits()
+        self._convs.clear()
+
+    def shift_of_centre(self, axis: int, side: int) -> int:
+        """Return by how much positions along an axis change in a window with another side.
+
+        They count from the window's centre. A window that grows to one side keeps the other end.
+        """
+        grow = grow_of_axes(self.grow, self.dims)[axis]
+        if grow == "both":
+            return 0
+        kept_end = 1 if grow == "back" else 0
+        return (
+            position_limits(side)[kept_end]
+            - position_limits(self.dilated_kernel_size[axis])[kept_end]
+        )
 
     def kernel(self) -> Tensor:
         """Construct the kernel (O, I, *dilated_kernel_size).

@@ -118,7 +118,11 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     check_not_wrapped(model)
     converted = [module for module in model.modules() if isinstance(module, DclsConvNd)]
     if converted:
-        raise PlanError(f"the model is converted already: it has {len(converted)} DCLS layers")
+        raise PlanError(
+            f"the model is converted already: it has {len(converted)} DCLS layers. For a larger "
+            "window: dcls-convert FOLDER --dilated-size N, in Python convert_(model, "
+            "dilated_size=N)"
+        )
     names_of = _convs_with_names(model)
     is_own = not is_library_code(model)
     traced, inputs, macs_note = _try_trace(model, inputs, is_own=is_own)

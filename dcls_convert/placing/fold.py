@@ -9,6 +9,7 @@ from ..layers.position_parameters import undo_exclusion_from_weight_decay_
 from ..networks.timm_notes import mark_folded_
 from ..networks.wrappers import inside_wrappers
 from ..running.model_state import unchanged_on_failure
+from .place import PLAN_ATTRIBUTE
 
 
 def fold_to_dense_(model: nn.Module) -> int:
@@ -51,4 +52,5 @@ def fold_to_dense_(model: nn.Module) -> int:
             model.set_submodule(name, plain_conv_of[layer])
         undo_exclusion_from_weight_decay_(model)
         mark_folded_(model)
+        vars(model).pop(PLAN_ATTRIBUTE, None)
     return len(plain_conv_of)

@@ -26,6 +26,8 @@ from ..networks.timm_notes import mark_converted_
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 
+PLAN_ATTRIBUTE = "dcls_plan"  # on a converted model; copies and pickles keep it
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ConvGroup:
@@ -217,7 +219,7 @@ def insert_layers_(
 
     Besides the layers, the model keeps:
     - names that `no_weight_decay` returns (`layers/position_parameters.py`);
-    - if timm built it: how to rebuild it, and the plan's input size (`networks/timm_notes.py`).
+    - the plan, by `note_plan_`.
 
     A folded plan leaves plain convolutions.
 
@@ -236,8 +238,21 @@ def insert_layers_(
                 model.set_submodule(name, module)
     if not plan.folded:
         exclude_from_weight_decay_(model)
-    args = None if plan.model is None else timm_model_args(plan)
+    note_plan_(model, plan)
+
+
+def note_plan_(model: nn.Module, plan: ConversionPlan) -> None:
+    """Note a plan on the model that it has converted, for `noted_plan` and for timm's savers."""
+    noted = plan.to_dict()
+    vars(model)[PLAN_ATTRIBUTE] = noted
+    args = None if plan.model is None else {**plan.model_args, "plan": noted}
     mark_converted_(model, args, plan.input_size)
+
+
+def noted_plan(model: nn.Module) -> ConversionPlan | None:
+    """Return the plan that was noted on a converted model; None if there is none."""
+    noted = vars(model).get(PLAN_ATTRIBUTE)
+    return None if noted is None else ConversionPlan.from_dict(noted)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

@@ -30,7 +30,14 @@ from .plan import ConversionPlan, DraftPlan
 from .plan_options import PlanArguments, PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
-from .windows import NoWindowError, choose_window, notes_on, recommended_size, window_to_try
+from .windows import (
+    NoWindowError,
+    choose_window,
+    notes_on_classes,
+    notes_on_windows,
+    recommended_size,
+    window_to_try,
+)
 
 SIZE_TO_TRY = "+4"  # to see whether windows may grow to both sides, where "auto" will choose a size
 
@@ -100,8 +107,9 @@ def draft_plan(
         layers = with_tie_groups(layers)
     share = parse_percent(options.budget)
     check_counts(layers, share)
-    site_of = {site.name: site for site in convs.sites}
-
+    converted = {layer.name for layer in layers}
+    notes = notes_on_windows(layers)
+    notes += notes_on_classes([site for site in convs.sites if site.name in converted])
     example_inputs = None
     if convs.input_size is None or convs.inputs != image_inputs(convs.input_size):
         example_inputs = convs.inputs
@@ -112,7 +120,7 @@ def draft_plan(
         macs=convs.macs,
         macs_note=convs.macs_note,
         not_measured=convs.not_measured,
-        notes=tuple(notes_on([(site_of[layer.name], layer) for layer in layers])),
+        notes=tuple(notes),
         overruled=overruled,
         outputs_look=None if convs.dependence is None else convs.dependence.outputs_look,
         skipped=tuple(skipped),

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..geometry import (
@@ -21,10 +21,10 @@ from ..geometry import (
     size_text,
     static_padding,
 )
-from ..networks.sites import ONE_SIDE, ConvSite, ModelConvs
+from ..networks.sites import ONE_SIDE, ConvSite, ModelConvs, OldConv
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from ..text import join_with_and, short_list
-from .layer_plan import LayerPlan
+from .layer_plan import LayerPlan, check_layer
 from .rules import Rule, RuleSet
 
 ALL_THE_SAME = "A rule with 'grow' or 'padding: any' converts it all the same"
@@ -136,6 +136,31 @@ def choose_window(
     return window, dense_axes, grow
 
 
+def with_window(layer: LayerPlan, size: int | Sequence[int] | str) -> LayerPlan:
+    """Return a planned layer with another window, which grows to the sides of the present one.
+
+    Args:
+        layer: The plan of a layer that has elements already.
+        size: As in `choose_window`. A growth counts from the old kernel.
+
+    Raises:
+        PlanError: The layer cannot have this window.
+    """
+    window, dense_axes = _window(layer, size, Rule(dense_axes=list(layer.dense_axes)))
+    if dense_axes != layer.dense_axes:
+        raise PlanError(
+            f"{layer.name}: the window {size_text(window)} has dense axes {dense_axes}, and the "
+            f"elements are for {layer.dense_axes}"
+        )
+    try:
+        _check_padding(layer, window, layer.grow)
+        changed = replace(layer, dilated_size=window)
+    except PlanError as error:
+        raise PlanError(f"{layer.name}: {error}") from None
+    check_layer(changed)
+    return changed
+
+
 def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -> tuple[int, ...]:
     """Return the least window of at least this size that can grow to both sides.
 
@@ -151,7 +176,7 @@ def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -
 
 
 def _window(
-    site: ConvSite, size: int | Sequence[int] | str, rule: Rule
+    site: OldConv, size: int | Sequence[int] | str, rule: Rule
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the window for a stated size, and its dense axes."""
     if isinstance(size, int | str):
@@ -240,7 +265,7 @@ def _why_off_centre(site: ConvSite, axis: int) -> str | None:
     )
 
 
-def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:
+def _dense_axes(site: OldConv, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:
     """Return the axes that the rule names, and axes of side 1 if another side is longer."""
     dense = set(rule.dense_axes or ())
     longest = max(sides)
@@ -257,7 +282,7 @@ def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, 
     return tuple(sorted(dense))
 
 
-def _check_padding(site: ConvSite, window: Sequence[int], grow: Sequence[Grow]) -> None:
+def _check_padding(site: OldConv, window: Sequence[int], grow: Sequence[Grow]) -> None:
     """Raise PlanError for padding that a window cannot have.
 
     This is reflect or circular padding wider than torch allows for the input, or dynamic SAME
@@ -271,7 +296,7 @@ def _check_padding(site: ConvSite, window: Sequence[int], grow: Sequence[Grow]) 
 
 
 def _wide_paddings(
-    site: ConvSite, window: Sequence[int], grow: Sequence[Grow]
+    site: OldConv, window: Sequence[int], grow: Sequence[Grow]
 ) -> list[tuple[int, int, int]]:
     """Return the width of reflect or circular padding, the least map side, and the map's side.
 
@@ -293,28 +318,35 @@ def _wide_paddings(
     ]
 
 
-def notes_on(layers: Sequence[tuple[ConvSite, LayerPlan]]) -> list[str]:
-    """Return what users should know of new layers, one sentence for all that are alike."""
+def notes_on_windows(layers: Sequence[LayerPlan]) -> list[str]:
+    """Return what users should know of windows, one sentence for all layers that are alike."""
     names_of: dict[str, list[str]] = {}
-    for site, layer in layers:
+    for layer in layers:
         window = layer.dilated_size
-        paddings = _wide_paddings(site, window, layer.grow)
+        paddings = _wide_paddings(layer, window, layer.grow)
         sides = [side for _, _, side in paddings]
         if paddings and any(map(operator.gt, window, sides)):
             least = [cells for _, cells, _ in paddings]
             text = (
-                f"the window {size_text(window)} with {site.padding_mode} padding is larger than "
+                f"the window {size_text(window)} with {layer.padding_mode} padding is larger than "
                 f"the map of {size_text(sides)}; torch fails for maps below {size_text(least)}"
             )
-            names_of.setdefault(text, []).append(site.name)
-        if site.lost_members:
-            members = join_with_and(site.lost_members)
-            text = f"the class {site.type} has {members}, which the DCLS layer lacks"
-            names_of.setdefault(text, []).append(site.name)
+            names_of.setdefault(text, []).append(layer.name)
         if layer.grow:
             text = (
                 "if other code keeps past steps for them, as for streaming, it must now keep as "
                 "many as the window has, less one"
             )
+            names_of.setdefault(text, []).append(layer.name)
+    return [f"{short_list(names)}: {text}." for text, names in names_of.items()]
+
+
+def notes_on_classes(sites: Sequence[ConvSite]) -> list[str]:
+    """Return what converted convolutions lose, one sentence for all that are alike."""
+    names_of: dict[str, list[str]] = {}
+    for site in sites:
+        if site.lost_members:
+            members = join_with_and(site.lost_members)
+            text = f"the class {site.type} has {members}, which the DCLS layer lacks"
             names_of.setdefault(text, []).append(site.name)
     return [f"{short_list(names)}: {text}." for text, names in names_of.items()]

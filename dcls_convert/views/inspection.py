@@ -1,5 +1,8 @@
 """An inspection as a table, with a row for each positions tensor, and what the columns mean."""
 
+import shlex
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -7,7 +10,9 @@ from ..checkpoints.inspection import Inspection, PositionRow
 from ..conversion.provenance import provenance_lines
 from ..geometry import size_text
 from ..tables import Column, Table, indented, title
-from ..text import count_text
+from ..text import count_text, printable
+
+LARGER_BY = 4  # cells; the window that is recommended where elements are at the border
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
@@ -40,10 +45,22 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     heading = title(inspection.folder, model)
     parts: list[RenderableType] = [heading, Text(), _table(inspection), Text()]
     parts += map(indented, lines)
+    larger = shlex.join(
+        ["dcls-convert", str(inspection.folder), "--dilated-size", _larger_size(rows)]
+    )
+    # Never wrapped, so that it can be copied.
+    larger_window = f" A larger window for the same elements: {printable(larger)}"
+    parts.append(Text(larger_window, no_wrap=True, overflow="ignore"))
     if inspection.provenance is not None:
         parts += [Text(), Text(" Conversion:", style="bold")]
         parts += map(indented, provenance_lines(inspection.provenance))
     return Group(*parts)
+
+
+def _larger_size(rows: Sequence[PositionRow]) -> str:
+    """Return a larger window than that of the rows, as the command line takes it."""
+    sides = {side for row in rows for side in row.dilated_size}
+    return str(sides.pop() + LARGER_BY) if len(sides) == 1 else "N"
 
 
 def _sides(row: PositionRow) -> str:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ..checkpoints.card import training_code, with_folder
 from ..conversion.convert import Conversion
-from ..conversion.request import FROM_ELEMENTS
+from ..conversion.request import FROM_CONVERTED, FROM_ELEMENTS
 from ..options import EXACT
 from ..reports.outcome import outcome_sentences
 
@@ -46,6 +46,8 @@ def _start(done: Conversion) -> str:
     """Say what the new layers start from, as part of a sentence."""
     request = done.request
     random_start = f"random initialisation (seed {request.network.seed})"
+    if done.start_name == FROM_CONVERTED:
+        return "the converted network, whose elements stay where they are"
     if done.start_name == FROM_ELEMENTS:
         return "the authors' elements and positions, so that the outputs are those of their network"
     if done.start_name == EXACT:

@@ -158,6 +158,32 @@ def test_as_many_elements_as_cells_give_the_same_layer(geometry, superfluous):
     assert not layer.positions[..., cells:].any()
 
 
+@even_same
+@given(geometry=conv_geometries(), growth=st.integers(1, 2), dense=st.booleans())
+def test_elements_stay_where_they_are_in_another_window(geometry, growth, dense):
+    dense_axes = (0,) if dense and geometry.dims > 1 else ()
+    layer = DCLS_LAYERS[geometry.dims](
+        *geometry.channels,
+        kernel_count=4,
+        dilated_kernel_size=geometry.window,
+        dense_axes=dense_axes,
+        **geometry.options,
+    )
+    with_scattered_elements(layer)
+    expected = layer(geometry.input)
+    larger = tuple(
+        side if axis in dense_axes else side + 2 * growth
+        for axis, side in enumerate(geometry.window)
+    )
+    for window in (larger, geometry.window):  # and back
+        layer.set_window_(window)
+        assert layer.dilated_kernel_size == layer.kernel_size == window
+        assert layer.kernel().shape[2:] == window
+        close(layer(geometry.input), expected)
+    with pytest.raises(ValueError, match="whether a side is odd"):
+        layer.set_window_([side + 1 for side in geometry.window])
+
+
 def test_a_window_that_would_shift_the_kernel_is_refused():
     conv = nn.Conv2d(2, 2, (3, 2), dilation=(1, 2))
     with pytest.raises(ValueError, match=r"must be odd .* extent 3"):

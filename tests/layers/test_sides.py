@@ -81,6 +81,24 @@ def test_on_the_old_cells_the_layer_and_its_fold_compute_what_the_convolution_di
         assert set(new.dilation) == {1}
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("mode", ["zeros", "replicate"])
+@pytest.mark.parametrize("name", CASES)
+def test_elements_stay_where_they_are_in_a_window_that_grows_further(name, mode):
+    conv, window, grow = conv_of(name, mode)
+    dense_axes = [2] if len(window) == 3 else ()
+    layer = DCLS_LAYERS[len(window)].from_conv(
+        conv, kernel_count=4, dilated_kernel_size=window, grow=grow, dense_axes=dense_axes
+    )
+    input = randn(2, 4, *[20] * len(window))
+    expected = layer(input)
+    larger = [side if axis in dense_axes else side + 4 for axis, side in enumerate(window)]
+    layer.set_window_(larger)
+    close(layer(input), expected)
+    assert layer.kernel_size == settings_of(conv).extents
+    assert layer.padding == settings_of(conv).padding
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_full_window_sees_nothing_on_the_other_side_that_the_convolution_did_not_see(side, mode):

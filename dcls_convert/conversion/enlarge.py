@@ -1,0 +1,172 @@
+"""Give a converted network larger windows, in which its elements stay where they are.
+
+Outputs do not change, and parameters stay the same objects, so a training can go on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..geometry import new_cells, position_limits
+from ..layers.dcls_conv import DclsConvNd
+from ..networks.wrappers import check_not_wrapped
+from ..options import AUTO
+from ..placing.place import note_plan_, noted_plan
+from ..planning.layer_plan import LayerPlan, position_groups
+from ..planning.plan import ConversionPlan, DraftPlan
+from ..planning.windows import notes_on_windows, with_window
+from ..reports.report import ConversionReport
+from ..running.model_state import unchanged_on_failure
+from ..text import join_with_and
+from .provenance import attach_provenance_, provenance_of
+from .request import FROM_CONVERTED, ConversionRequest
+
+ENLARGED = "enlarged"  # the entry that this adds to a network's provenance
+
+
+def is_converted(model: object) -> TypeGuard[nn.Module]:
+    """True for a network that has DCLS layers."""
+    return isinstance(model, nn.Module) and any(_dcls_layers(model))
+
+
+def _dcls_layers(model: nn.Module) -> Iterator[DclsConvNd]:
+    return (module for module in model.modules() if isinstance(module, DclsConvNd))
+
+
+def enlarge_windows_(
+    request: ConversionRequest,
+    model: nn.Module,
+    approve: Callable[[DraftPlan, str], None] = lambda draft, start_name: None,
+) -> ConversionReport:
+    """Give a converted network in memory the windows of the request.
+
+    Args:
+        request: It states the window, and nothing else that a conversion decides.
+        model: The network; changed in place, unless the request is a dry run.
+        approve: As in `carry_out`.
+
+    Returns:
+        The report, whose layers have the relative errors of their kernels.
+
+    Raises:
+        PlanError: The request states more, the plan is not known, or a window does not fit.
+    """
+    check_not_wrapped(model)
+    plan = noted_plan(model)
+    if plan is None:
+        raise PlanError(
+            "the model is converted already, and does not say by which plan: load it from its "
+            "folder by load_converted"
+        )
+    _refuse_other_options(request, plan)
+    layers = _layers_of(model, plan)
+    larger = _plan_with_windows(plan, request.options.dilated_size)
+    for layer in larger.layers:
+        _check_positions(layers[layer.name], layer)
+    approve(larger, FROM_CONVERTED)
+    if request.dry_run:
+        return ConversionReport(plan=larger)
+    errors: dict[str, float] = {}
+    positions = [layer.positions for layer in layers.values() if not layer.is_tied]
+    with unchanged_on_failure(model, values=positions):
+        for group in position_groups(larger.layers):
+            errors |= _set_windows_([layers[layer.name] for layer in group], group)
+        note_plan_(model, larger)
+        enlarged = {"dilated_size": request.options.dilated_size, "command": request.command}
+        attach_provenance_(model, {**(provenance_of(model) or {}), ENLARGED: enlarged})
+    return ConversionReport(plan=larger.with_errors(errors, {}))
+
+
+def _refuse_other_options(request: ConversionRequest, plan: ConversionPlan) -> None:
+    """Refuse (PlanError) all options but the window: everything else was decided before."""
+    stated = []
+    network = request.network
+    for record in (network, request.options, request.start):
+        for option in fields(record):
+            value = getattr(record, option.name)
+            if option.name not in ("model", "dilated_size") and value != option.default:
+                stated.append(option.name.replace("_", " "))
+    if network.input_size is not None and tuple(network.input_size) == plan.input_size:
+        stated.remove("input size")
+    if stated:
+        raise PlanError(
+            f"the model is converted already, so only its window can change: "
+            f"omit {join_with_and(stated)}"
+        )
+    if request.plan_folder is not None:
+        raise PlanError("the model is converted already; a plan is for an unconverted network")
+    if request.options.dilated_size == AUTO:
+        raise PlanError("the model is converted already; for a larger window, state a dilated size")
+
+
+def _layers_of(model: nn.Module, plan: ConversionPlan) -> dict[str, DclsConvNd]:
+    """Return the network's layers, by their names in the plan.
+
+    Raises:
+        PlanError: They are not those of the plan.
+    """
+    layers: dict[str, DclsConvNd] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for planned in plan.layers:
+        layer = modules.get(planned.name)
+        if not isinstance(layer, DclsConvNd) or layer.dilated_kernel_size != planned.dilated_size:
+            raise PlanError(f"{planned.name}: the model has no layer as in its plan")
+        layers[planned.name] = layer
+    if set(layers.values()) != set(_dcls_layers(model)):
+        raise PlanError("the model has other DCLS layers than its plan")
+    return layers
+
+
+def _plan_with_windows(plan: ConversionPlan, size: int | Sequence[int] | str) -> ConversionPlan:
+    """Return the plan with other windows for all its layers."""
+    layers = [with_window(layer, size) for layer in plan.layers]
+    old_notes = notes_on_windows(plan.layers)
+    notes = [note for note in plan.notes if note not in old_notes] + notes_on_windows(layers)
+    return replace(plan, layers=tuple(layers), notes=tuple(notes))
+
+
+def _check_positions(layer: DclsConvNd, plan: LayerPlan) -> None:
+    """Refuse (PlanError) a smaller window that elements of the layer do not lie in."""
+    for row, axis in enumerate(layer.learnt_axes):
+        side = plan.dilated_size[axis]
+        low, high = [end - layer.shift_of_centre(axis, side) for end in position_limits(side)]
+        lowest, highest = map(float, layer.positions[row].detach().aminmax())
+        if layer.positions.is_meta or (low <= lowest and highest <= high):
+            continue
+        raise PlanError(
+            f"{plan.name}: its elements lie from {lowest:.2f} to {highest:.2f} along axis {axis}, "
+            f"and a window of {side} has cells from {low} to {high}; use a larger one"
+        )
+
+
+@torch.no_grad()
+def _set_windows_(layers: Sequence[DclsConvNd], plans: Sequence[LayerPlan]) -> dict[str, float]:
+    """Set the windows of layers that share positions, or of a single layer.
+
+    Returns:
+        The relative errors of the kernels, by layer name; none on the meta device.
+    """
+    old_kernels = [layer.kernel() for layer in layers]
+    for layer, plan in zip(layers, plans, strict=True):
+        layer.set_window_(plan.dilated_size)
+    errors = {}
+    for layer, plan, old in zip(layers, plans, old_kernels, strict=True):
+        if not old.is_meta:
+            errors[plan.name] = _relative_error(layer.kernel(), old, plan)
+    return errors
+
+
+def _relative_error(new: Tensor, old: Tensor, plan: LayerPlan) -> float:
+    """Return |new - old| / |old| of kernels (O, I, *window) of a layer, before and after."""
+    cells: list[int] = []  # to add before and after each axis, the last axis first
+    sides = zip(new.shape[2:], old.shape[2:], plan.grow_of_axes, strict=True)
+    for side, old_side, grow in sides:
+        cells = [*new_cells(side, old_side, grow), *cells]
+    norm = float(old.norm())
+    difference = float((new - F.pad(old, cells)).norm())
+    return difference / norm if norm else 0.0

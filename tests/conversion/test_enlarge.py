@@ -1,0 +1,140 @@
+"""A converted network gets larger windows: the same elements, outputs, ties and parameters."""
+
+import copy
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import dcls_convert
+from dcls_convert import DclsConvertError, convert_, load_converted, save_converted
+from dcls_convert.conversion.provenance import provenance_of
+
+from ..command_line import run, run_to_end
+from ..layers.common import close, randn
+
+SIZE = (3, 64, 64)
+
+
+def scattered_(model):
+    """Move the elements anywhere in their windows, as a training does, and return the model."""
+    for layer in model.modules():
+        if isinstance(layer, dcls_convert.DclsConv2d) and not layer.is_tied:
+            nn.init.uniform_(layer.positions, -4, 4)
+    return model
+
+
+@pytest.fixture
+def converted():
+    """A network with windows of 9x9, in float64 and in eval mode."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_convnext").double()
+    convert_(model, dilated_size=9, input_size=SIZE, init="random")
+    return scattered_(model).eval()
+
+
+def test_a_larger_window_has_the_same_elements_and_outputs(converted):
+    """The oracle is a plain network that is converted at once, and gets the elements."""
+    images = randn(2, *SIZE)
+    expected = converted(images)
+    parameters = list(converted.parameters())
+    state = copy.deepcopy(converted.state_dict())
+    provenance = provenance_of(converted)
+    report = convert_(converted, dilated_size=13)
+    close(converted(images), expected)
+    assert all(map(lambda a, b: a is b, converted.parameters(), parameters))
+    assert report.plan.dilated_sizes == ((13, 13),)
+    assert max(layer.fit_error for layer in report.layers) < 1e-6
+    assert provenance.items() < provenance_of(converted).items()
+    at_once = timm.create_model("test_convnext").double()
+    (count,) = report.plan.kernel_counts
+    planned = convert_(at_once, dilated_size=13, kernel_count=count, input_size=SIZE, init="random")
+    at_once.load_state_dict(state)
+    close(at_once.eval()(images), expected)
+    assert report.params == planned.params
+    assert report.macs == planned.macs
+    groups = [layer.tie_group for layer in report.layers]
+    assert groups == [layer.tie_group for layer in planned.layers]
+
+
+def test_it_is_saved_and_loaded_and_enlarged_again(converted, tmp_path):
+    images = randn(2, *SIZE)
+    expected = converted(images)
+    report = convert_(converted, dilated_size="+4")
+    assert report.plan.dilated_sizes == ((11, 11),)
+    save_converted(converted, report.plan, tmp_path / "saved")
+    loaded = load_converted(tmp_path / "saved").double().eval()
+    convert_(loaded, dilated_size=13)
+    close(loaded(images), expected)
+
+
+def test_a_window_of_a_causal_network_grows_further_back():
+    net = nn.Sequential(*[nn.Sequential(nn.ZeroPad1d((2, 0)), nn.Conv1d(2, 2, 3)) for _ in "ab"])
+    net.double()
+    options = {"kernel_count": 3, "init": "random", "positions": "uniform"}
+    convert_(net, dilated_size=6, input_size=(2, 40), **options)
+    signal = randn(1, 2, 40)
+    expected = net(signal)
+    report = convert_(net, dilated_size=11)
+    close(net(signal), expected)
+    assert {layer.grow for layer in report.layers} == {("back",)}
+    assert "as many as the window has" in report.notes[0]
+
+
+def test_elements_with_a_sigma_spread_into_new_cells_and_the_error_says_how_much():
+    torch.manual_seed(0)
+    model = timm.create_model("test_convnext").double()
+    convert_(model, dilated_size=9, interpolation="gaussian", input_size=SIZE, init="random")
+    scattered_(model)
+    old = model.stages[0].blocks[0].conv_dw.kernel().detach()
+    report = convert_(model, dilated_size=13)
+    new = model.stages[0].blocks[0].conv_dw.kernel().detach()
+    difference = new.clone()
+    difference[..., 2:-2, 2:-2] -= old
+    assert report.layers[0].fit_error == pytest.approx(float(difference.norm() / old.norm()))
+    assert report.layers[0].fit_error > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "state a dilated size"),
+        ({"dilated_size": 13, "kernel_count": 20, "tie": "none"}, "omit kernel count and tie"),
+        ({"dilated_size": 13, "input_size": (3, 32, 32)}, "omit input size"),
+        ({"dilated_size": 7}, r"lie from -.* a window of 7 has cells from -3 to 3; use a larger"),
+        ({"dilated_size": 12}, "must be odd"),
+    ],
+)
+def test_other_changes_are_refused_and_change_nothing(converted, options, message):
+    before = copy.deepcopy(converted.state_dict())
+    with pytest.raises(DclsConvertError, match=message):
+        convert_(converted, **options)
+    assert converted.stages[0].blocks[0].conv_dw.dilated_kernel_size == (9, 9)
+    assert all(map(torch.equal, before.values(), converted.state_dict().values()))
+
+
+def test_the_command_takes_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("test_convnext", "--dilated-size", 9, "--input-size", "3x64x64", "--quiet")
+    out, _ = run("test_convnext-dcls9", "--dilated-size", 13, "--json")
+    report = json.loads(out)
+    assert report["output"] == "test_convnext-dcls9-dcls13"
+    images = torch.randn(2, *SIZE)
+    expected = load_converted("test_convnext-dcls9").eval()(images)
+    torch.testing.assert_close(load_converted(report["output"]).eval()(images), expected)
+    inspected, _ = run("inspect", report["output"])
+    assert f"dcls-convert {report['output']} --dilated-size 17" in inspected
+    command = "command=dcls-convert test_convnext-dcls9 --dilated-size 13 --json"
+    assert command in " ".join(inspected.split())
+    for arguments, message in {
+        ("test_convnext-dcls9", "--dilated-size", "+4", "--max-macs", "1%", "--dry-run"): (
+            "sizes are compared by: dcls-convert sweep timm:test_convnext"
+        ),
+        ("test_convnext-dcls9", "--dilated-size", 13, "--pretrained"): "omit pretrained",
+        ("local-dir:test_convnext-dcls9",): "state a dilated size",
+    }.items():
+        code, out, err = run_to_end(*arguments)
+        assert (code, out) == (2, "")
+        assert message in err
