@@ -3,7 +3,9 @@ from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import check_output as check_output
 from .checkpoints.save import save_converted as save_converted
+from .checkpoints.verify import Verification as Verification
 from .checkpoints.verify import verify_folder as verify_folder
+from .choosing.sweep import Sweep as Sweep
 from .choosing.sweep import sweep as sweep
 from .conversion.apply_plan import apply_plan_ as apply_plan_
 from .conversion.in_memory import convert_ as convert_
@@ -20,7 +22,9 @@ from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
 from .networks.find_convs import find_convs as find_convs
+from .networks.sites import ModelConvs as ModelConvs
 from .placing.fold import fold_to_dense_ as fold_to_dense_
+from .planning.layer_plan import LayerPlan as LayerPlan
 from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
 from .planning.rule_files import load_rules as load_rules

@@ -8,6 +8,7 @@ Pictures are checked before the work, too: their suffix, and whether matplotlib 
 """
 
 import contextlib
+import glob
 import os
 import secrets
 import shutil
@@ -36,19 +37,25 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
         why_keep: Returns why an existing path must be kept; None if it may be replaced.
     """
     try:
+        if path.parts[:1] and path.parts[0].startswith("~"):
+            raise CheckpointError(
+                f"output {path}: begins with ~; give the whole path, as os.path.expanduser does"
+            )
         if path.name in ("", ".."):
             raise CheckpointError(
                 f"output {path}: name a new folder, not one that is there already"
             )
         # For a name that is too long, `is_symlink` and `exists` raise OSError.
         if path.is_symlink() or path.exists():
-            if not force:
+            if not force and path.is_dir():  # which takes longer to look into
                 raise OutputExistsError(path)
             reason = why_keep(path)
             if reason is not None:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
                 )
+            if not force:
+                raise OutputExistsError(path)
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")
@@ -56,6 +63,15 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
             raise WriteError(f"output {path}: no permission to write in {parent}")
     except OSError as error:
         raise WriteError(f"output {shortened(path)}: {error.strerror}") from error
+
+
+def left_behind(output: Path) -> list[Path]:
+    """Return what runs that were stopped while they wrote this output may have left beside it."""
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        return []
+    name = glob.escape(output.name)
+    return [*folder.glob(f".{name}.*.partial"), *folder.glob(f"{name}.*.old")]
 
 
 @contextlib.contextmanager

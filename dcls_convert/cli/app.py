@@ -45,8 +45,6 @@ HINTS = {
     ("dcls-convert sweep", "--size"): "--sizes 9,13",
     ("dcls-convert sweep", "--dilated-size"): "--sizes 9,13",
 }
-# typer's message for the second value of a list without commas.
-EXTRA_VALUES = r".* extra argument.* \([0-9x.%+ ]+\)"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if hasattr(signal, "SIGHUP"):  # not on Windows
@@ -205,8 +203,6 @@ def _parser_message(error: typer.TyperException) -> str:
     if hint is not None:
         error.possibilities = [hint]  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-    if re.fullmatch(EXTRA_VALUES, message):
-        message += "; a list is written with commas: dcls-convert sweep MODEL --sizes 9,13"
     if not message.endswith("?"):
         message += "."
     return f"{message} Try '{program} --help'."

@@ -1,6 +1,12 @@
-"""The command `convert` need not be named: `dcls-convert convnext_tiny` converts."""
+"""How a command line is read before typer reads it.
+
+The command `convert` need not be named, lists need no commas, and "~/" is the home folder.
+"""
 
 import difflib
+import os.path
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperGroup
@@ -10,20 +16,26 @@ from ..errors import DclsConvertError
 DEFAULT_COMMAND = "convert"
 # Words that people try first, and the option that answers.
 OPTION_OF_WORD = {"help": "--help", "version": "--version"}
-LIST_OPTION = "--model-kwargs"  # takes one value or several
+KEYWORDS_OPTION = "--model-kwargs"  # takes one value or several
+# What stands between the numbers of an option's value, if they are not given as separate words.
+SEPARATORS = {"--dilated-size": "x", "--input-size": "x"}
+SEPARATORS |= dict.fromkeys(("--sizes", "--counts", "--budgets", "--mean", "--std"), ",")
+NUMBERS = re.compile(r"\+?[0-9.][0-9x.,%+]*")
+HOME = re.compile(r"(--?[a-z-]+=)?~(?=$|[/\\])")
 
 
 class Commands(TyperGroup):
     """The commands, of which the default one need not be named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name the command that is meant.
+        """Name the command that is meant, join lists, and put the home folder for "~".
 
         Raises:
             DclsConvertError: The first argument is nearly a command's name.
         """
         if args:
-            args = _repeat_option(self._with_command(ctx, args))
+            args = _join_numbers(_repeat_option(self._with_command(ctx, args)))
+            args = [HOME.sub(_home, word) for word in args]
         return super().parse_args(ctx, args)
 
     def _with_command(self, ctx: Any, args: list[str]) -> list[str]:
@@ -64,8 +76,25 @@ def _repeat_option(args: list[str]) -> list[str]:
     in_list = False
     for word in args:
         is_keyword = "=" in word and not word.startswith("-")
-        if in_list and is_keyword and words[-1] != LIST_OPTION:
-            words.append(LIST_OPTION)
-        in_list = word == LIST_OPTION or (in_list and is_keyword)
+        if in_list and is_keyword and words[-1] != KEYWORDS_OPTION:
+            words.append(KEYWORDS_OPTION)
+        in_list = word == KEYWORDS_OPTION or (in_list and is_keyword)
         words.append(word)
     return words
+
+
+def _join_numbers(args: Sequence[str]) -> list[str]:
+    """Turn `--input-size 3 64 64` into `--input-size 3x64x64`, and `--sizes 9 13` into 9,13."""
+    words: list[str] = []
+    for word in args:
+        separator = SEPARATORS.get(words[-2]) if len(words) > 1 else None
+        if separator and NUMBERS.fullmatch(words[-1]) and NUMBERS.fullmatch(word):
+            words[-1] = words[-1].rstrip(",") + separator + word
+        else:
+            words.append(word)
+    return words
+
+
+def _home(match: re.Match[str]) -> str:
+    """Return the home folder in the place of a "~" that the shell did not expand."""
+    return (match[1] or "") + os.path.expanduser("~")

@@ -17,7 +17,7 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -64,6 +64,11 @@ class DclsLayer(CheckedLayer):
     # dtype of the output of 2-D layers; None: that in which it is computed. A LayerNorm under
     # autocast reads float32, which blocks write in one pass.
     output_dtype: torch.dtype | None = None
+
+    if TYPE_CHECKING:  # for type checkers, to which torch's modules return anything
+
+        def __call__(self, input: Tensor) -> Tensor:
+            """Call `forward` and the hooks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -30,7 +30,9 @@ def check_device(name: str) -> torch.device:
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise DclsConvertError(f"device {shortened(name)}: torch cannot use it here") from error
+        raise DclsConvertError(
+            f"device {shortened(name)}: torch cannot use it here; give cpu, or cuda for a GPU"
+        ) from error
     if device.type == "meta":
         raise DclsConvertError("device meta computes nothing")
     return device

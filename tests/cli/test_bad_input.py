@@ -41,9 +41,6 @@ def table(rows):
         # The command line itself.
         "rules nope": "No such command 'nope'",
         f"{NET} --size 9": "No such option: --size (Possible options: --dilated-size).",
-        f"sweep {NET} --sizes 9 13": (
-            "(13); a list is written with commas: dcls-convert sweep MODEL --sizes 9,13."
-        ),
         f"sweep {NET} --sizes 23..7": "runs backwards; give 7..23",
         f"sweep {NET} --sizes 7 --counts 3 --budgets 50": "counts and budgets exclude each other",
         f"{NET} {NET}": re.compile(r"extra argument.*\)\. Try"),
@@ -124,6 +121,8 @@ def test_a_folder_that_names_no_model_or_is_converted_already():
         "--max-macs +10%": re.compile(
             r"\+\d+\.\d+ % MACs; --max-macs allows \+10 %; .* dcls-convert sweep \S+net"
         ),
+        "--output foreign/data.txt": "output foreign/data.txt is a file, not a folder",
+        "--device gpu": "give cpu, or cuda for a GPU",
         "--output foreign --force": re.compile(
             "output foreign holds 'data.txt'.* it is left as it is"
         ),
