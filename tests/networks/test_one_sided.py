@@ -318,8 +318,6 @@ def converted(model, size, rules):
 
 AHEAD = ("earlier", "anti-causal")  # all other forms look back
 AXIS = {"rows above": 0, "rows above, by modules": 0, "PixelCNN": 0, "causal in time": 0}
-
-
 STRIDE = {"strided": 2, "upsampled": 1 / 3}
 
 

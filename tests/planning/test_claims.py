@@ -81,8 +81,6 @@ def test_the_error_for_a_network_without_a_built_in_set_has_a_rule_that_matches(
 
 
 CLAIMS = {"match": {"kind": "depthwise", "kernel_size": 3}}
-
-
 OTHERS = {"match": {"kind": "depthwise"}}  # states nothing, so options have an effect
 
 
