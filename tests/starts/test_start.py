@@ -16,6 +16,7 @@ from dcls_convert.reports.report import report_markdown
 from dcls_convert.starts.start import has_norms, output_power
 
 from ..planning.nets import IMAGE, Net, depthwise
+from ..rules import rules_of
 
 NOISE_SHAPE = (64, 8, 24, 24)
 
@@ -41,7 +42,7 @@ def test_without_norms_outputs_for_rectified_noise_keep_their_mean_square(
     noise = torch.randn(NOISE_SHAPE, dtype=torch.float64).relu()
     before = conv(noise).square().mean()
     options = {"kernel_count": count, "interpolation": interpolation, "positions": positions}
-    rules = {"format": 1, "rules": [{"match": {"path": "*"}, "padding": "any"}]}
+    rules = rules_of({"padding": "any"})
     model = converted(nn.Sequential(conv), size, (8, 24, 24), rules=rules, seed=seed, **options)
     layer = model[0]
     assert output_power(layer.kernel()) == pytest.approx(output_power(conv.weight))
@@ -62,7 +63,7 @@ def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels(
 @pytest.mark.parametrize("side", ["back", "ahead"])
 def test_elements_start_where_the_old_kernel_lies_or_over_what_meets_the_map(side, positions):
     """The window of 40 cells is longer than the map of 30: its farthest cells meet only padding."""
-    rules = {"format": 1, "rules": [{"match": {}, "grow": side, "dilated_size": 40}]}
+    rules = rules_of({"grow": side, "dilated_size": 40})
     model = nn.Sequential(nn.Conv1d(64, 64, 5, padding=4))
     convert_(
         model,
