@@ -44,39 +44,8 @@ def calls(use, *convs, **fields):
 # The map is shifted before the convolution.
 
 
-def taken(x):
-    """The cells 0 to 11 of a map that is padded before its first cell, by several functions."""
-    return F.pad(x, (1, 0)), torch.arange(12)
-
-
-def by_an_index(x):
-    x, cells = taken(x)
-    return x[..., cells]
-
-
-def by_index_select(x):
-    x, cells = taken(x)
-    return x.index_select(-1, cells)
-
-
-def by_gather(x):
-    x, cells = taken(x)
-    return x.gather(-1, cells.expand(*x.shape[:-1], 12))
-
-
 def by_strides(x):
-    x, _ = taken(x)
-    return x.contiguous().as_strided((len(x), 2, 12), (2 * 13, 13, 1))
-
-
-def by_windows(x):
-    x, _ = taken(x)
-    return x.unfold(-1, 2, 1)[..., 0]
-
-
-def turned_twice(x):
-    x, _ = taken(x)
-    return x.flip(-1)[..., 1:].flip(-1)
+    return F.pad(x, (1, 0)).contiguous().as_strided((len(x), 2, 12), (2 * 13, 13, 1))
 
 
 def by_attention(x):
@@ -87,30 +56,10 @@ def looking_at_values(x):
     return later(x / 2 if x.abs().max() > 100 else x)
 
 
-def rolled(x):
-    x = x.roll(1, -1)
-    x[..., 0] = 0
-    return x
-
-
 def written(x):
     moved = torch.zeros_like(x)
     moved[..., 1:] = x[..., :-1]
     return moved
-
-
-def copied(x):
-    moved = torch.zeros_like(x)
-    moved[..., 1:].copy_(x[..., :-1])
-    return moved
-
-
-def joined_with_zeros(x):
-    return torch.cat([x.new_zeros(*x.shape[:-1], 1), x[..., :-1]], dim=-1)
-
-
-def transposed_by_keywords(x):
-    return torch.transpose(input=later(x), dim0=1, dim1=2).transpose(1, 2)
 
 
 def channels_last(x):
@@ -121,25 +70,12 @@ def channels_last(x):
 
 BEFORE = {
     "input padded and cut": later,
-    "cut first": lambda x: F.pad(x[..., :-1], (1, 0)),
     "longer output": lambda x: F.pad(x, (1, 0)),
-    "negative padding": lambda x: F.pad(x, (1, -1)),
-    "narrow": lambda x: F.pad(x, (1, 0)).narrow(2, 0, 12),
-    "split off": lambda x: F.pad(x, (1, 0)).split(12, -1)[0],
-    "by an index": by_an_index,
-    "by index_select": by_index_select,
-    "by gather": by_gather,
     "by strides": by_strides,
-    "by windows": by_windows,
     "by a matrix": lambda x: x @ x.new_ones(12, 12).triu(1),
-    "turned twice": turned_twice,
     "after attention": by_attention,
     "looking at values": looking_at_values,
-    "rolled": rolled,
     "written": written,
-    "copied": copied,
-    "joined with zeros": joined_with_zeros,
-    "transposed by keywords": transposed_by_keywords,
     "channels last": channels_last,
 }
 
@@ -155,8 +91,6 @@ BETWEEN = {
     "by a sum of all before": lambda x: x.cumsum(-1),
     "softmax of channels between": lambda x: x.softmax(dim=1),
     "product with a matrix between": lambda x: (x.mT @ x.new_ones(2, 2)).mT,
-    "product of a matrix between": lambda x: x.new_ones(2, 2) @ x,
-    "1x1 by a function between": lambda x: F.conv1d(x, x.new_ones(2, 2, 1)),
     "causal convolution by a function between": lambda x: F.conv1d(
         later(x, 2), x.new_ones(2, 2, 3)
     ),
@@ -180,9 +114,7 @@ BEHIND = {
     "output padded and cut": later,
     "joined with zeros after it": joined_with(torch.zeros_like),
     "joined with ones": joined_with(lambda x: x.new_ones(x.shape)),
-    "joined with zeros of a shape": joined_with(lambda x: torch.zeros(x.shape, dtype=x.dtype)),
     "joined with its first cell": joined_with(lambda x: x),
-    "joined with a product by zero": joined_with(lambda x: 0 * x),
 }
 
 
