@@ -45,8 +45,8 @@ def tiny() -> nn.Module:
         return timm.create_model(TINY).eval()
 
 
-@pytest.fixture(autouse=True)
-def _signals_as_they_were():
+@pytest.fixture
+def signals_restored():
     """Restore the handlers that the command line sets for the rest of its process."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}

@@ -43,7 +43,8 @@ PAGES = {
 # Of the extra thirdparty. Where one is missing, the rest of a section that names it is left out.
 OTHER_LIBRARIES = ("lightning", "transformers")
 CUDA_GRAPH = "torch.cuda.CUDAGraph"
-# Text in the pages, and what is run in its place: small networks, and few images and epochs.
+# Text in the pages, and what is run in its place: small networks, and few images and epochs. Where
+# several begin at one place, the longest one is replaced; what is put in its place stays.
 STAND_INS = {
     "python examples/": f"python {ROOT}/examples/",
     "convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17",  # as the real one gets
@@ -154,8 +155,8 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
     if "\nerror: " not in text:  # else it shows what happens without files and without a network
         write_files_of_readers()
         fill_hub(hub, monkeypatch)
-        for name, stand_in in STAND_INS.items():
-            text = text.replace(name, stand_in)
+        longest_first = sorted(STAND_INS, key=len, reverse=True)
+        text = re.sub("|".join(map(re.escape, longest_first)), lambda m: STAND_INS[m[0]], text)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for section in re.split("^## ", text, flags=re.MULTILINE):
         run_blocks(section, page, namespace)

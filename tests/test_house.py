@@ -175,6 +175,22 @@ def test_texts_that_repeat_the_limits_of_auto_state_the_present_ones():
     assert f"{percent} model's MACs, with windows of at most {window}," in docstring
 
 
+def test_every_module_and_every_file_of_tests_has_the_other_of_its_name_or_is_in_the_table():
+    """A module `a/b.py` is tested in `a/test_b.py`, or where tests/README.md says."""
+    tests = Path(__file__).parent
+    table = (tests / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", table, flags=re.MULTILINE)
+    named_files = {name for names, _ in rows for name in re.findall("`(.+?)`", names)}
+    named_modules = {name for _, text in rows for name in re.findall(r"`([\w/]+\.py)`", text)}
+    modules = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("[!_]*.py")}
+    files = {path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
+    file_of = {module: re.sub(r"(\w+\.py)$", r"test_\1", module) for module in modules}
+    assert {module for module in modules if file_of[module] not in files} <= named_modules
+    assert files - set(file_of.values()) <= named_files
+    assert named_modules <= modules
+    assert named_files <= files
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop.md"])
 def test_the_pages_for_developers_name_files_and_code_that_exist(page):
     root = PACKAGE.parent

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
+def _in_an_empty_folder(tmp_path, monkeypatch, signals_restored):
     """Unset variables that change the output, write no bytecode; unload `mymodel` at the end."""
     monkeypatch.chdir(tmp_path)
     for variable in (

@@ -19,11 +19,11 @@ import dcls_convert
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.interpolation import INTERPOLATIONS
-from dcls_convert.planning.rule_files import parse_rules
 
 from ..command_line import run
 from ..conftest import TINY
 from ..model_state import state_of
+from ..rules import LARGER_THAN_1, rules_of
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 FLOAT64_ATOL = 1e-10  # without their normaliser, errors would be 1e-7
@@ -172,7 +172,7 @@ def test_layers_give_the_outputs_of_the_authors_layers(dims, version, size, grou
         ours,
         {f"0.{name}": tensor for name, tensor in theirs.state_dict().items()},
         dilated_size=size,
-        rules=parse_rules("format: 1\nrules:\n- match: {kernel_size: {min: 2}}\n  padding: any\n"),
+        rules=rules_of(LARGER_THAN_1 | {"padding": "any"}),
         interpolation=INTERPOLATION_OF[version],
         version="v1" if version == "v1" else None,
     )
@@ -263,7 +263,7 @@ def changed(name, change):
     return lambda state: state | {name: change(state[name])}
 
 
-SEVEN_ELEMENTS = "format: 1\nrules:\n- match: {kind: depthwise}\n  kernel_count: 7\n"
+SEVEN_ELEMENTS = rules_of({"match": {"kind": "depthwise"}, "kernel_count": 7})
 GAUSSIAN = {"interpolation": "gaussian"}
 # Version, change of the state dict, further options, and words of the message.
 REFUSED = {
@@ -286,7 +286,7 @@ REFUSED = {
     "another count in a rule": (
         "v0",
         dict,
-        {"rules": parse_rules(SEVEN_ELEMENTS)},
+        {"rules": SEVEN_ELEMENTS},
         f"{FIRST} has 5 elements in a kernel, but rule",
     ),
     "no interpolation stated": ("gauss", dict, {}, "which the file does not say; state the"),

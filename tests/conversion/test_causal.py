@@ -19,8 +19,10 @@ from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.options import MIN_GROWTH
 from dcls_convert.running.compare_outputs import relative_error
 
+from ..rules import LARGER_THAN_1, rules_of
+
 STEPS = 48
-RULES = {"format": 1, "rules": [{"match": {"kernel_size": {"min": 2}}}]}
+RULES = rules_of(LARGER_THAN_1)
 
 
 class ByConstant(nn.Module):
@@ -352,7 +354,7 @@ def test_by_default_a_causal_network_gets_a_rule_and_a_size():
 @pytest.mark.parametrize("default", [3, 16])
 def test_a_size_that_the_option_overrules_does_not_matter(default):
     convs = find_convs(built(CASES["a class that pads"]), (4, STEPS))
-    rules = {**RULES, "defaults": {"dilated_size": default}}
+    rules = rules_of(LARGER_THAN_1, defaults={"dilated_size": default})
     plan = plan_conversion(convs, rules, dilated_size=9)
     assert plan.layers == plan_conversion(convs, RULES, dilated_size=9).layers
     assert [layer.grow for layer in plan.layers] == [("back",)] * 2
@@ -368,7 +370,7 @@ def test_a_rule_may_state_the_side():
     convs = find_convs(LastStep(), (4, STEPS))
     with pytest.raises(NothingMatchesError, match="grow: back"):
         plan_conversion(convs, RULES, dilated_size=16)
-    rules = {"format": 1, "rules": [{**RULES["rules"][0], "grow": "back"}]}
+    rules = rules_of(LARGER_THAN_1 | {"grow": "back"})
     model = LastStep().eval()
     x = torch.randn(2, 4, STEPS)
     expected = model(x)
@@ -396,6 +398,6 @@ def test_attributes_are_kept_by_windows_that_grow_to_one_side_alone():
     (skip,) = report.skipped
     assert "other code uses this convolution's weight or attributes" in skip.reason
     assert "grow: back" in skip.reason
-    rules = {"format": 1, "rules": [{**RULES["rules"][0], "grow": "back"}]}
+    rules = rules_of(LARGER_THAN_1 | {"grow": "back"})
     plan = plan_conversion(find_convs(MaskedByKernelSize(), (4, STEPS)), rules, dilated_size=8)
     assert [layer.name for layer in plan.layers] == ["conv", "other"]

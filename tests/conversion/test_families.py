@@ -7,13 +7,11 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert import convert_, predict_report
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.planning.rule_files import parse_rules
 
 from ..reports.measured import measure_report
+from ..rules import rules_of
 
-FACTORISED = parse_rules(
-    "format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n"
-)
+FACTORISED = rules_of({"match": {"kernel_size": [1, 7]}}, {"match": {"kernel_size": [7, 1]}})
 SMALL_COAT = {"img_size": 64, "embed_dims": (16,) * 4, "serial_depths": (1,) * 4}
 # All other families are marked `slow`.
 QUICK = ("test_resnet", "test_efficientnet", "test_nfnet", "coat_lite_tiny")

@@ -32,7 +32,7 @@ def stored_provenance(folder):
     return json.loads((Path(folder) / CONFIG).read_text())["dcls_convert"]["provenance"]
 
 
-def test_the_command_is_what_main_was_given(tmp_path):
+def test_the_command_is_what_main_was_given(tmp_path, signals_restored):
     (tmp_path / "my rules.yaml").write_text(RULES)
     words = f"{MODEL} --seed 7 --input-size 3x32x32 --output out --quiet --rules".split()
     with patch("sys.argv", ["a_notebook", "--help"]), pytest.raises(SystemExit) as stopped:

@@ -17,23 +17,17 @@ from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.fold import fold_folder
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.running.compare_outputs import max_relative_error
 
 from ..checkpoints.folders import IMAGE, convert, outputs, save
 from ..conftest import TINY
+from ..rules import rules_of
 from .running import FLOAT32_ERROR
 
-LATE_STAGES = """
-format: 1
-rules:
-- match: {stage: 'stages.[23]', kind: depthwise}
-  dilated_size: 9
-- match: {stage: stages.1, kind: depthwise}
-  dilated_size: 11
-"""
-
-
+LATE_STAGES = rules_of(
+    {"match": {"stage": "stages.[23]", "kind": "depthwise"}, "dilated_size": 9},
+    {"match": {"stage": "stages.1", "kind": "depthwise"}, "dilated_size": 11},
+)
 STOCK_TIMM = """
 import sys
 
@@ -86,9 +80,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
 
 
 def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_path):
-    model, plan = convert(
-        args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto"
-    )
+    model, plan = convert(args={"num_classes": 7, "in_chans": 1}, rules=LATE_STAGES, size="auto")
     save(tmp_path / "in", model, plan, check=False)
     written = fold_folder(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})

@@ -14,11 +14,11 @@ from dcls_convert import DclsConv2d, convert_, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
 from dcls_convert.layers.conv_classes import find_traits, settings_of, why_not_replaceable
-from dcls_convert.planning.rule_files import parse_rules
 
+from ..rules import rules_of
 from .common import close, randn
 
-RULES = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
+RULES = rules_of({"match": {"kernel_size": [3, 3]}})
 SIZES = [(12, 17), (11, 16), (9, 9)]  # both parities: dynamic SAME padding depends on them
 SHAPES = [
     {"kernel_size": (5, 3), "stride": (2, 1)},

@@ -14,6 +14,8 @@ from torchvision.ops import deform_conv2d
 from dcls_convert import convert_, find_convs
 from dcls_convert.networks.macs import FORMULAS, MacCounter
 
+from ..rules import rules_of
+
 BATCH = 2
 
 
@@ -279,7 +281,7 @@ class ConvAndHidden(nn.Module):
         return self.hidden(self.conv(x))
 
 
-ANY_CONV = {"format": 1, "rules": [{"match": {"dims": 1}, "dilated_size": 5}]}
+ANY_CONV = rules_of({"match": {"dims": 1}, "dilated_size": 5})
 
 
 def test_macs_that_are_too_low_are_said_to_be():

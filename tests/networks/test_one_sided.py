@@ -3,6 +3,9 @@
 Where they look to both, no convolution is lost.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,50 +14,156 @@ from torch import nn
 from dcls_convert import convert_, find_convs
 from dcls_convert.geometry import extent
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.planning.rule_files import parse_rules
 
 from ..dependence import WithOrdinary, seen
+from ..rules import LARGER_THAN_1, rules_of
+from .nets import Call, conv, later
 
-EVERYTHING = "format: 1\nrules: [{match: {kernel_size: {min: 2}}%s}]"
-DEFAULT = parse_rules(EVERYTHING % "")
-ANY = parse_rules(EVERYTHING % ", padding: any")
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+pytestmark = pytest.mark.usefixtures("seeded")
+DEFAULT = rules_of(LARGER_THAN_1)
+ANY = rules_of(LARGER_THAN_1 | {"padding": "any"})
 INPUT = {1: (2, 12), 2: (2, 10, 12), 3: (2, 10, 6, 6)}
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
+@dataclass(frozen=True)
+class Form:
+    """A network whose outputs look to one side; larger windows would let them look to the other."""
+
+    build: Callable[[], nn.Module]
+    dims: int = 1
+    axis: int = -1  # the spatial axis along which they look to one side
+    ahead: bool = False  # whether they look ahead, not back
+    stride: float = 1  # cells of the input for a cell of the output
 
 
-def taken(x):
-    """The cells 0 to 11 of a map that is padded before its first cell, by several functions."""
-    return F.pad(x, (1, 0)), torch.arange(12)
+def calls(use, *convs, **fields):
+    """A function that calls 1-D convolutions with these options."""
+    return Form(lambda: Call(use, *[conv(1, **options) for options in convs]), **fields)
 
 
-def by_an_index(x, c):
-    x, cells = taken(x)
-    return c(x[..., cells])
+# The map is shifted before the convolution.
 
 
-def by_index_select(x, c):
-    x, cells = taken(x)
-    return c(x.index_select(-1, cells))
+def by_strides(x):
+    return F.pad(x, (1, 0)).contiguous().as_strided((len(x), 2, 12), (2 * 13, 13, 1))
 
 
-def by_gather(x, c):
-    x, cells = taken(x)
-    return c(x.gather(-1, cells.expand(*x.shape[:-1], 12)))
+def by_attention(x):
+    return later(F.scaled_dot_product_attention(x.mT, x.mT, x.mT, is_causal=True).mT)
 
 
-def by_strides(x, c):
-    x, _ = taken(x)
-    return c(x.contiguous().as_strided((len(x), 2, 12), (2 * 13, 13, 1)))
+def looking_at_values(x):
+    return later(x / 2 if x.abs().max() > 100 else x)
 
 
-def by_attention(x, c):
-    x = F.scaled_dot_product_attention(x.mT, x.mT, x.mT, is_causal=True).mT
-    return c(later(x))
+def written(x):
+    moved = torch.zeros_like(x)
+    moved[..., 1:] = x[..., :-1]
+    return moved
+
+
+def channels_last(x):
+    x = x.transpose(1, 2)
+    x = F.pad(F.layer_norm(x, x.shape[-1:]), (0, 0, 1, 0))[:, :-1]
+    return x.transpose(1, 2)
+
+
+BEFORE = {
+    "input padded and cut": later,
+    "longer output": lambda x: F.pad(x, (1, 0)),
+    "by strides": by_strides,
+    "by a matrix": lambda x: x @ x.new_ones(12, 12).triu(1),
+    "after attention": by_attention,
+    "looking at values": looking_at_values,
+    "written": written,
+    "channels last": channels_last,
+}
+
+
+def shifted_before(shift):
+    return calls(lambda x, c: c(shift(x)), {})
+
+
+# Other code lies between the shift and the convolution.
+
+
+BETWEEN = {
+    "by a sum of all before": lambda x: x.cumsum(-1),
+    "softmax of channels between": lambda x: x.softmax(dim=1),
+    "product with a matrix between": lambda x: (x.mT @ x.new_ones(2, 2)).mT,
+    "causal convolution by a function between": lambda x: F.conv1d(
+        later(x, 2), x.new_ones(2, 2, 3)
+    ),
+    "causal pooling between": lambda x: F.max_pool1d(F.pad(x, (2, 0)), 3, 1),
+}
+
+
+def with_code_between(function):
+    return calls(lambda x, c: c(function(later(x))), {})
+
+
+# The convolution's output is shifted.
+
+
+def joined_with(first_cell):
+    """Shift by one cell, which a function makes from the first one."""
+    return lambda x: torch.cat([first_cell(x[..., :1]), x[..., :-1]], dim=-1)
+
+
+BEHIND = {
+    "output padded and cut": later,
+    "joined with zeros after it": joined_with(torch.zeros_like),
+    "joined with ones": joined_with(lambda x: x.new_ones(x.shape)),
+    "joined with its first cell": joined_with(lambda x: x),
+}
+
+
+def shifted_behind(shift):
+    return calls(lambda x, c: shift(c(x)), {})
+
+
+# Other uses, and other convolutions.
+
+
+def cut_behind(x, c):
+    return c(F.pad(x, (1, 0)))[..., :-1]
+
+
+def summed_over_channels(x, c):
+    return torch.einsum("bct,cd->bdt", c(later(x)), x.new_ones(2, 2))
+
+
+def normalised(x, c, norm):
+    return c(norm(later(x)).relu())
+
+
+def after_a_recurrent_network(x, c, lstm):
+    return c(later(lstm(x.mT)[0].mT))
+
+
+def upsampled(x, c):
+    return F.interpolate(later(c(x)), scale_factor=3)
+
+
+def earlier(x, c):
+    return c(F.pad(x, (0, 1))[..., 1:])
+
+
+def anti_causal(x, c):
+    return c(later(x.flip(-1))).flip(-1)
+
+
+def called_twice(x, c):
+    return c(later(x)) + c(later(x.relu()))
+
+
+def gated(x, c):
+    first, second = c(x).chunk(2, 1)
+    return later(first.tanh() * second.sigmoid())
+
+
+def before_1x1(x, c, pointwise):
+    return later(pointwise(c(x)))
 
 
 def behind_a_small_scale():
@@ -64,75 +173,79 @@ def behind_a_small_scale():
     return model
 
 
-def by_a_recurrent_network():
-    lstm = nn.LSTM(2, 2, batch_first=True)
-    return Call(lambda x, c, _: c(later(lstm(x.mT)[0].mT)), conv(1), lstm)
+def padded_by_a_hook():
+    module = Call(lambda x, c: c(x), conv(1))
+    module.convs[0].register_forward_pre_hook(lambda module, args: (later(args[0]),))
+    return module
 
 
-def conv(dims, size=3, channels=2, out=None, **options):
-    options = {"padding": "same"} | options
-    return CONVS[dims](channels, out or channels, size, **options)
+OTHERS = {
+    "input padded, output cut": calls(cut_behind, {}),
+    "before a sum over channels": calls(summed_over_channels, {}),
+    "norm and activation between": Form(
+        lambda: Call(normalised, conv(1), nn.BatchNorm1d(2).eval())
+    ),
+    "after a recurrent network": Form(
+        lambda: Call(after_a_recurrent_network, conv(1), nn.LSTM(2, 2, batch_first=True))
+    ),
+    "upsampled": calls(upsampled, {}, stride=1 / 3),
+    "earlier": calls(earlier, {}, ahead=True),
+    "anti-causal": calls(anti_causal, {}, ahead=True),
+    "twice": calls(called_twice, {}),
+    "gated": calls(gated, {"out": 4}),
+    "1x1 between": calls(before_1x1, {}, {"size": 1}),
+    "behind a small scale": Form(behind_a_small_scale),
+    "padded by a hook": Form(padded_by_a_hook),
+    "even kernel": calls(lambda x, c: c(later(x))[..., :-1], {"size": 4, "padding": 2}),
+    "dilated": calls(lambda x, c: c(later(x, 2)), {"dilation": 2}),
+    "strided": calls(lambda x, c: c(later(x, 2)), {"size": 4, "stride": 2, "padding": 1}, stride=2),
+    "reflect": calls(lambda x, c: c(later(x)), {"padding": 1, "padding_mode": "reflect"}),
+}
 
 
-class Call(nn.Module):
-    """Convolutions, and a function that uses them."""
-
-    def __init__(self, use, *convs):
-        super().__init__()
-        self.convs = nn.ModuleList(convs)
-        self.use = use
-
-    def forward(self, x):
-        return self.use(x, *self.convs)
+# Several convolutions.
 
 
-def later(x, cells=1):
-    """Shift along the last axis, to larger indices."""
-    return F.pad(x, (cells, 0))[..., :-cells]
+def deep_then_shifted(x, *convs):
+    for c in convs:
+        x = c(x)
+    return later(x, len(convs))
+
+
+def shifted_then_deep(x, *convs):
+    x = later(x, len(convs))
+    for c in convs:
+        x = c(x)
+    return x
+
+
+def residual(x, *convs):
+    for c in convs:
+        x = x + c(x).relu()
+    return later(x, len(convs))
+
+
+def each_shifted(x, first, second):
+    return x + second(later(first(later(x))))
+
+
+SEVERAL = {
+    "deep, then shifted": calls(deep_then_shifted, {}, {}, {}),
+    "shifted, then deep": calls(shifted_then_deep, {}, {}, {}),
+    "residual": calls(residual, {}, {}, {}),
+    "each shifted": calls(each_shifted, {}, {}),
+}
+
+
+# Images and videos.
 
 
 def down(x, rows=1):
     return F.pad(x, (0, 0, rows, 0))[:, :, :-rows]
 
 
-def rolled(x):
-    x = x.roll(1, -1)
-    x[..., 0] = 0
-    return x
-
-
-def written(x):
-    moved = torch.zeros_like(x)
-    moved[..., 1:] = x[..., :-1]
-    return moved
-
-
-def copied(x):
-    moved = torch.zeros_like(x)
-    moved[..., 1:].copy_(x[..., :-1])
-    return moved
-
-
-def transposed_by_keywords(x, one):
-    return one(torch.transpose(input=later(x), dim0=1, dim1=2).transpose(1, 2))
-
-
-def summed_over_channels(x, one):
-    return torch.einsum("bct,cd->bdt", one(later(x)), x.new_ones(2, 2))
-
-
-def joined(x):
-    return torch.cat([x.new_zeros(*x.shape[:-1], 1), x[..., :-1]], dim=-1)
-
-
-def joined_with(first_cell):
-    """Shift by one cell, which a function makes from the first one."""
-
-    def use(x, c):
-        x = c(x)
-        return torch.cat([first_cell(x[..., :1]), x[..., :-1]], dim=-1)
-
-    return use
+def by_modules():
+    return nn.Sequential(nn.ZeroPad2d((0, 0, 1, 0)), Cut(), conv(2))
 
 
 class Cut(nn.Module):
@@ -145,150 +258,27 @@ def vertical_and_horizontal(x, vertical, horizontal):
     return down(vertical(down(x))) + horizontal(later(x))
 
 
-def gated(x, c):
-    first, second = c(x).chunk(2, 1)
-    return later(first.tanh() * second.sigmoid())
+def causal_in_time(x, c):
+    return c(F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1])
 
 
-def residual(x, *convs):
-    for c in convs:
-        x = x + c(x).relu()
-    return later(x, len(convs))
+SPATIAL = {
+    "rows above": Form(lambda: Call(lambda x, c: c(down(x)), conv(2)), dims=2, axis=0),
+    "rows above, by modules": Form(by_modules, dims=2, axis=0),
+    "PixelCNN": Form(
+        lambda: Call(vertical_and_horizontal, conv(2), conv(2, (1, 3))), dims=2, axis=0
+    ),
+    "causal in time": Form(lambda: Call(causal_in_time, conv(3)), dims=3, axis=0),
+}
 
 
-def channels_last(x, c):
-    x = x.transpose(1, 2)
-    x = F.pad(F.layer_norm(x, x.shape[-1:]), (0, 0, 1, 0))[:, :-1]
-    return c(x.transpose(1, 2))
-
-
-def classified(x, first, second):
-    """Causal, but its output has no time."""
-    x = second(later(first(later(x)))).relu()
-    return x[:, :, -1] + x.mean(2)
-
-
-def padded_by_a_hook():
-    module = Call(lambda x, c: c(x), conv(1))
-    module.convs[0].register_forward_pre_hook(lambda module, args: (later(args[0]),))
-    return module
-
-
-# Number of dimensions, and the module whose larger windows would look too far.
 FORMS = {
-    "input padded and cut": (1, lambda: Call(lambda x, c: c(later(x)), conv(1))),
-    "output padded and cut": (1, lambda: Call(lambda x, c: later(c(x)), conv(1))),
-    "by an index": (1, lambda: Call(by_an_index, conv(1))),
-    "by index_select": (1, lambda: Call(by_index_select, conv(1))),
-    "by gather": (1, lambda: Call(by_gather, conv(1))),
-    "by strides": (1, lambda: Call(by_strides, conv(1))),
-    "by windows": (1, lambda: Call(lambda x, c: c(taken(x)[0].unfold(-1, 2, 1)[..., 0]), conv(1))),
-    "by a matrix": (1, lambda: Call(lambda x, c: c(x @ x.new_ones(12, 12).triu(1)), conv(1))),
-    "by a sum of all before": (1, lambda: Call(lambda x, c: c(later(x).cumsum(-1)), conv(1))),
-    "turned twice": (
-        1,
-        lambda: Call(lambda x, c: c(taken(x)[0].flip(-1)[..., 1:].flip(-1)), conv(1)),
-    ),
-    "after attention": (1, lambda: Call(by_attention, conv(1))),
-    "after a recurrent network": (1, by_a_recurrent_network),
-    "looking at values": (
-        1,
-        lambda: Call(lambda x, c: c(later(x / 2 if x.abs().max() > 100 else x)), conv(1)),
-    ),
-    "behind a small scale": (1, behind_a_small_scale),
-    "input padded, output cut": (
-        1,
-        lambda: Call(lambda x, c: c(F.pad(x, (1, 0)))[..., :-1], conv(1)),
-    ),
-    "longer output": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0))), conv(1))),
-    "upsampled": (
-        1,
-        lambda: Call(lambda x, c: F.interpolate(later(c(x)), scale_factor=3), conv(1)),
-    ),
-    "cut first": (1, lambda: Call(lambda x, c: c(F.pad(x[..., :-1], (1, 0))), conv(1))),
-    "negative padding": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, -1))), conv(1))),
-    "earlier": (1, lambda: Call(lambda x, c: c(F.pad(x, (0, 1))[..., 1:]), conv(1))),
-    "rolled": (1, lambda: Call(lambda x, c: c(rolled(x)), conv(1))),
-    "rolled alone": (1, lambda: Call(lambda x, c: later(c(x)).roll(1, -1), conv(1))),
-    "written": (1, lambda: Call(lambda x, c: c(written(x)), conv(1))),
-    "copied": (1, lambda: Call(lambda x, c: c(copied(x)), conv(1))),
-    "joined with zeros": (1, lambda: Call(lambda x, c: c(joined(x)), conv(1))),
-    "transposed by keywords": (1, lambda: Call(transposed_by_keywords, conv(1))),
-    "before a sum over channels": (1, lambda: Call(summed_over_channels, conv(1))),
-    "joined with zeros after it": (1, lambda: Call(joined_with(torch.zeros_like), conv(1))),
-    "joined with ones": (1, lambda: Call(joined_with(lambda x: x.new_ones(x.shape)), conv(1))),
-    "joined with zeros of a shape": (
-        1,
-        lambda: Call(joined_with(lambda x: torch.zeros(x.shape, dtype=x.dtype)), conv(1)),
-    ),
-    "joined with its first cell": (1, lambda: Call(joined_with(lambda x: x), conv(1))),
-    "joined with a product by zero": (1, lambda: Call(joined_with(lambda x: 0 * x), conv(1))),
-    "narrow": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0)).narrow(2, 0, 12)), conv(1))),
-    "even kernel": (1, lambda: Call(lambda x, c: c(later(x))[..., :-1], conv(1, 4, padding=2))),
-    "dilated": (1, lambda: Call(lambda x, c: c(later(x, 2)), conv(1, dilation=2))),
-    "reflect": (
-        1,
-        lambda: Call(lambda x, c: c(later(x)), conv(1, padding=1, padding_mode="reflect")),
-    ),
-    "norm and activation between": (
-        1,
-        lambda: Call(lambda x, c, n: c(n(later(x)).relu()), conv(1), nn.BatchNorm1d(2).eval()),
-    ),
-    "softmax of channels between": (
-        1,
-        lambda: Call(lambda x, c: c(later(x).softmax(dim=1)), conv(1)),
-    ),
-    "product with a matrix between": (
-        1,
-        lambda: Call(lambda x, c: c((later(x).mT @ x.new_ones(2, 2)).mT), conv(1)),
-    ),
-    "product of a matrix between": (
-        1,
-        lambda: Call(lambda x, c: c(x.new_ones(2, 2) @ later(x)), conv(1)),
-    ),
-    "1x1 by a function between": (
-        1,
-        lambda: Call(lambda x, c: c(F.conv1d(later(x), x.new_ones(2, 2, 1))), conv(1)),
-    ),
-    "causal convolution by a function between": (
-        1,
-        lambda: Call(lambda x, c: c(F.conv1d(later(x, 3), x.new_ones(2, 2, 3))), conv(1)),
-    ),
-    "causal pooling between": (
-        1,
-        lambda: Call(lambda x, c: c(F.max_pool1d(F.pad(x, (3, 0))[..., :-1], 3, 1)), conv(1)),
-    ),
-    "1x1 between": (1, lambda: Call(lambda x, c, d: later(d(c(x))), conv(1), conv(1, 1))),
-    "twice": (1, lambda: Call(lambda x, c: c(later(x)) + c(later(x.relu())), conv(1))),
-    "split off": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0)).split(12, -1)[0]), conv(1))),
-    "anti-causal": (1, lambda: Call(lambda x, c: c(later(x.flip(-1))).flip(-1), conv(1))),
-    "padded by a hook": (1, padded_by_a_hook),
-    "gated": (1, lambda: Call(gated, conv(1, out=4))),
-    "channels last": (1, lambda: Call(channels_last, conv(1))),
-    "deep, then shifted": (
-        1,
-        lambda: Call(lambda x, *cs: later(cs[2](cs[1](cs[0](x))), 3), *[conv(1) for _ in range(3)]),
-    ),
-    "shifted, then deep": (
-        1,
-        lambda: Call(lambda x, *cs: cs[2](cs[1](cs[0](later(x, 3)))), *[conv(1) for _ in range(3)]),
-    ),
-    "residual": (1, lambda: Call(residual, *[conv(1) for _ in range(3)])),
-    "each shifted": (
-        1,
-        lambda: Call(lambda x, *cs: x + cs[1](later(cs[0](later(x)))), conv(1), conv(1)),
-    ),
-    "strided": (1, lambda: Call(lambda x, c: c(later(x, 2)), conv(1, 4, stride=2, padding=1))),
-    "rows above": (2, lambda: Call(lambda x, c: c(down(x)), conv(2))),
-    "rows above, by modules": (
-        2,
-        lambda: nn.Sequential(nn.ZeroPad2d((0, 0, 1, 0)), Cut(), conv(2)),
-    ),
-    "PixelCNN": (2, lambda: Call(vertical_and_horizontal, conv(2), conv(2, (1, 3)))),
-    "causal in time": (
-        3,
-        lambda: Call(lambda x, c: c(F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1]), conv(3)),
-    ),
+    **{name: shifted_before(shift) for name, shift in BEFORE.items()},
+    **{name: with_code_between(function) for name, function in BETWEEN.items()},
+    **{name: shifted_behind(shift) for name, shift in BEHIND.items()},
+    **OTHERS,
+    **SEVERAL,
+    **SPATIAL,
 }
 
 
@@ -316,32 +306,29 @@ def converted(model, size, rules):
     )
 
 
-AHEAD = ("earlier", "anti-causal")  # all other forms look back
-AXIS = {"rows above": 0, "rows above, by modules": 0, "PixelCNN": 0, "causal in time": 0}
-
-
-STRIDE = {"strided": 2, "upsampled": 1 / 3}
-
-
 def furthest(model, form):
     """How many cells beyond their own place outputs look at most, to the side that is forbidden."""
-    size = INPUT[FORMS[form][0]]
-    axis = AXIS.get(form, len(size) - 2)
+    size = INPUT[form.dims]
+    axis = form.axis % form.dims
     outputs = model(torch.zeros(1, *size, dtype=torch.float64))[0]
     mask = seen(model, size).view(*outputs.shape, *size)
     # (output cells, input cells) along the axis
     mask = mask.movedim((2 + axis, outputs.dim() + 1 + axis), (0, 1)).flatten(2).any(2)
     own, cells = mask.nonzero().T
-    displacements = cells - STRIDE.get(form, 1) * own
-    return -displacements.min() if form in AHEAD else displacements.max()
+    displacements = cells - form.stride * own
+    return -displacements.min() if form.ahead else displacements.max()
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "rolled alone"])
+def beside_an_ordinary_one(form):
+    """The form's network and, beside it, a convolution that looks to both sides."""
+    return WithOrdinary(form.build(), conv(form.dims)).double()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_windows_grow_to_the_side_to_which_outputs_look(form):
-    dims, build = FORMS[form]
-    model = WithOrdinary(build(), conv(dims)).double()
+    model = beside_an_ordinary_one(form)
     before = furthest(model, form)
-    report = converted(model, INPUT[dims], DEFAULT)
+    report = converted(model, INPUT[form.dims], DEFAULT)
     assert [skip.name for skip in report.skipped if "not matched" not in skip.reason] == []
     *layers, ordinary = report.layers
     assert layers
@@ -365,35 +352,25 @@ def with_random_weights(plain):
     return plain.double()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_exact_start_computes_the_same(form):
-    dims, build = FORMS[form]
-    model = WithOrdinary(build(), conv(dims)).double().eval()
-    x = torch.randn(2, *INPUT[dims], dtype=torch.float64)
-    before = model(x)
-    report = convert_(model, rules=DEFAULT, dilated_size="+4", init="exact", input_size=INPUT[dims])
-    assert len(report.layers) > (form != "rolled alone")
-    torch.testing.assert_close(model(x), before, rtol=0, atol=1e-9)
-
-
 def test_what_wraps_round_stays():
     """By a plain roll, the first outputs see the end of the map."""
-    report = converted(WithOrdinary(FORMS["rolled alone"][1](), conv(1)), INPUT[1], DEFAULT)
+    rolled_alone = calls(lambda x, c: later(c(x)).roll(1, -1), {})
+    report = converted(beside_an_ordinary_one(rolled_alone), INPUT[1], DEFAULT)
     assert [layer.name for layer in report.layers] == ["ordinary"]
     (skip,) = report.skipped
     assert "depends only on inputs on one side" in skip.reason
 
 
-@pytest.mark.parametrize("form", ["longer output", "gated", "strided", "PixelCNN"])
-def test_a_rule_may_ask_for_both_sides_all_the_same_and_a_warning_says_so(form):
-    dims, build = FORMS[form]
-    model = WithOrdinary(build(), conv(dims)).double()
-    before = seen(model, INPUT[dims])
+@pytest.mark.parametrize("name", ["longer output", "gated", "strided", "PixelCNN"])
+def test_a_rule_may_ask_for_both_sides_all_the_same_and_a_warning_says_so(name):
+    form = FORMS[name]
+    model = beside_an_ordinary_one(form)
+    before = seen(model, INPUT[form.dims])
     with pytest.warns(UserWarning, match="did not look: odd.* one side of it"):
-        report = converted(model, INPUT[dims], ANY)
+        report = converted(model, INPUT[form.dims], ANY)
     assert len(report.layers) > 1
     assert {layer.grow for layer in report.layers} == {()}
-    assert (seen(model, INPUT[dims]) & ~before).any()
+    assert (seen(model, INPUT[form.dims]) & ~before).any()
 
 
 def swin(x, c):
@@ -488,14 +465,19 @@ def test_an_uneven_view_whose_map_was_cut_counts_as_one_sided():
     assert fixed_axes(model, INPUT[1]) == {"convs.0": (0,)}
 
 
+def classified(x, first, second):
+    """Causal, but its output has no time."""
+    x = second(later(first(later(x)))).relu()
+    return x[:, :, -1] + x.mean(2)
+
+
 def test_a_causal_network_without_time_in_its_output_shows_no_side():
     """Its outputs look at everything. Inside, it is no longer causal: docs/rules.md says so."""
     assert fixed_axes(Call(classified, conv(1), conv(1)), INPUT[1]) == {}
 
 
 def test_a_window_may_grow_along_the_other_axes():
-    dims, build = FORMS["causal in time"]
-    assert fixed_axes(build(), INPUT[dims]) == {"convs.0": (0,)}
+    assert fixed_axes(FORMS["causal in time"].build(), INPUT[3]) == {"convs.0": (0,)}
 
 
 def test_a_crop_of_a_strided_map_is_no_side():

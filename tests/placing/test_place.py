@@ -1,9 +1,6 @@
 """Carrying out a plan: only the layers that it names change, and only in the model it is for."""
 
-import copy
-
 import pytest
-import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -14,7 +11,7 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.placing.fold import fold_to_dense_
 
 from ..model_state import state_of
-from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of
+from ..planning.nets import Net, Shared, depthwise, plan_of
 
 
 def assert_refused(model, plan, error, match=None, **options):
@@ -60,33 +57,3 @@ def test_a_model_that_is_itself_the_layer_is_refused():
         convert_(depthwise())
     with pytest.raises(DclsConvertError):
         fold_to_dense_(DclsConv2d(4, 4, kernel_count=3, dilated_kernel_size=7))
-
-
-@pytest.mark.parametrize("init", ["fit", "random"])
-def test_only_random_starts_depend_on_the_seed_and_none_on_the_global_generator(init):
-    unconverted = Net()
-
-    def positions(seed):
-        model = copy.deepcopy(unconverted)
-        global_state = torch.get_rng_state()
-        convert_(model, dilated_size=7, input_size=IMAGE, init=init, seed=seed)
-        assert torch.equal(torch.get_rng_state(), global_state)
-        torch.rand(5)  # changes the state of the global generator, which must not matter
-        return model.layer1[0].positions
-
-    first = positions(0)
-    assert torch.equal(first, positions(0))
-    assert torch.equal(first, positions(1)) == (init == "fit")
-
-
-@pytest.mark.parametrize(("positions", "reach"), [("normal", 2.5), ("kernel", 2), ("uniform", 6)])
-def test_random_positions_are_near_the_centre_or_over_the_old_kernel_or_over_the_window(
-    positions, reach
-):
-    model = nn.Sequential(depthwise(5, 32))
-    convert_(model, dilated_size=13, input_size=(32, 16, 16), init="random", positions=positions)
-    drawn = model[0].positions.detach().abs()
-    assert drawn.max() <= reach
-    if positions != "normal":  # uniform: the mean distance from the centre is half the reach
-        assert drawn.max() > 0.95 * reach
-        assert drawn.mean() == pytest.approx(reach / 2, rel=0.1)

@@ -1,4 +1,4 @@
-"""Small networks for tests of plans."""
+"""Small networks, and one site, for tests of plans."""
 
 import functools
 
@@ -7,9 +7,28 @@ import torch
 from torch import nn
 
 from dcls_convert.networks.find_convs import find_convs
+from dcls_convert.networks.sites import ConvSite
 from dcls_convert.planning.planner import plan_conversion
 
 IMAGE = (4, 9, 14)
+SITE = ConvSite(
+    names=("stages.1.blocks.0.dw", "shared.dw"),
+    type="Conv2d",
+    kind="depthwise",
+    stage="stages.1",
+    stem=False,
+    in_channels=8,
+    out_channels=16,
+    groups=8,
+    kernel_size=(3, 5),
+    stride=(2, 1),
+    padding=(1, 2),
+    dilation=(1, 3),
+    padding_mode="zeros",
+    bias=True,
+    input_extent=(8, 7),
+    output_positions=28,
+)
 
 
 def depthwise(size=3, channels=4, **options):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from dcls_convert.errors import PlanError
 from dcls_convert.options import parse_percent
 from dcls_convert.planning.kernel_counts import check_counts, solve_counts
-from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
+from ..rules import rules_of
 from .nets import Net, plan_of
 
 HUNDREDTH_OF_A_PERCENT = Fraction(1, 10_000)
@@ -129,29 +129,8 @@ def test_the_smallest_budget_that_an_error_names_suffices_and_less_does_not(laye
             check_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
 
 
-# Percentages.
-
-
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        (0.1, Fraction(1, 1000)),  # the decimal as written, not the nearest binary number
-        ("80%", Fraction(4, 5)),
-        (80, Fraction(4, 5)),
-        *((text, None) for text in ("", "80 per cent", "-5", "nan", 0, None)),
-        ("1e-99999999999", None),  # as an exact number, this would fill the memory
-    ],
-)
-def test_a_percentage_above_0_is_read_exactly_and_all_else_is_refused(text, share):
-    if share is not None:
-        assert parse_percent(text) == share
-        return
-    with pytest.raises(PlanError, match=r"^budget .* must be a percentage"):
-        parse_percent(text)
-
-
 def test_an_exact_count_applies_to_rules_that_leave_the_count_open():
-    rules = parse_rules("format: 1\nrules: [{match: {kind: depthwise}, kernel_count: auto}]")
+    rules = rules_of({"match": {"kind": "depthwise"}, "kernel_count": "auto"})
     plan = plan_of(Net(), kernel_count="exact", rules=rules)
     for layer in plan.layers:
         assert layer.kernel_count == math.prod(layer.kernel_size)

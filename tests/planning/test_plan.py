@@ -83,3 +83,31 @@ def test_a_plan_that_is_damaged_or_contradicts_itself_is_refused(path, value, sa
     with pytest.raises(CheckpointError, match=f"^the plan: .*{re.escape(says)}") as error:
         ConversionPlan.from_dict(changed(path, value))
     assert str(error.value).isprintable()
+
+
+# A plan without some layers.
+
+
+def test_a_plan_without_some_layers_is_the_same_for_all_others():
+    whole = plan_of(Net())
+    part = whole.without("layer2.*")
+    assert part.layers == whole.layers[:3] == whole.without("layer2").layers
+    assert part.budget.limit == sum(layer.dense_weights for layer in part.layers)
+    assert ConversionPlan.from_json(part.to_json()) == part
+    reasons = {skip.name: skip.reason for skip in part.skipped}
+    assert reasons["layer2.1"] == "left out of the plan by layer2.*"
+    # A layer that is left alone in its tie group gets its own positions.
+    alone = whole.without(["layer1.1", "layer2"])
+    assert [layer.tie_group for layer in alone.layers] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ("layer3", "the plan has no layer layer3; the nearest are layer2, layer1"),
+        (["layer1", "layer2"], "without layer1, layer2, no layer of the plan would remain"),
+    ],
+)
+def test_unknown_layers_and_all_layers_at_once_cannot_be_left_out(paths, message):
+    with pytest.raises(PlanError, match=message):
+        plan_of(Net()).without(paths)

@@ -12,13 +12,13 @@ from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.measure import measure
 from dcls_convert.networks.source import registry_names
-from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.progress import ignore_messages
 
 from ..choosing.test_survey import module_of
+from ..rules import rules_of
 
 # Where the default rules match nothing, as in vision transformers, whose patches have no padding.
-EVERY_KERNEL = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 3}}, padding: any}]")
+EVERY_KERNEL = rules_of({"match": {"kernel_size": {"min": 3}}, "padding": "any"})
 
 LEFT_OUT = {
     "timm.models.deepseek_vit": "measuring its only convolution takes minutes",

@@ -15,6 +15,7 @@ from dcls_convert.starts.counts_by_error import MAX_CHANNEL_PAIRS, sample_channe
 from dcls_convert.starts.fit import roots_of_lines
 
 from ..conftest import many_examples
+from ..rules import rules_of
 from .networks import INPUT_SIZE, output_error, smooth_noise
 
 # (cost of an element, errors with 0, 1, ... elements) of each group.
@@ -96,13 +97,9 @@ def test_scope_error_has_the_least_error_within_the_budget(budget, tie, calibrat
         assert error_of_scope["error"] < factor * error_of_scope["model"]
 
 
-RULES = {
-    "format": 1,
-    "rules": [
-        {"match": {"path": "stages.1.*"}, "kernel_count": 3},
-        {"match": {"kernel_size": {"min": 3}}},
-    ],
-}
+RULES = rules_of(
+    {"match": {"path": "stages.1.*"}, "kernel_count": 3}, {"match": {"kernel_size": {"min": 3}}}
+)
 
 
 @pytest.mark.parametrize("tie", ["stage", "none"])

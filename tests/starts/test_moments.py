@@ -20,6 +20,8 @@ from dcls_convert.starts.fit import roots_of_lines
 from dcls_convert.starts.images import Calibration
 from dcls_convert.starts.moments import JointMoments, LineMoments
 
+from ..rules import rules_of
+
 TOLERANCE = 1e-3  # the solver has a ridge, and computes in float32
 
 CASES = {
@@ -105,7 +107,7 @@ def test_the_roots_of_a_line_measure_the_effect_of_its_error_on_the_output(monke
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
     images = images * torch.linspace(0.5, 2, 8).reshape(8, 1, 1) + 3
     model = nn.Sequential(nn.Conv2d(8, 8, 5, groups=2))
-    rules = {"format": 1, "rules": [{"match": {"kernel_size": 5}, "padding": "any"}]}
+    rules = rules_of({"match": {"kernel_size": 5}, "padding": "any"})
     convs = find_convs(model, (8, 40, 40))
     groups = make_layers(model, plan_conversion(convs, rules, dilated_size=9, kernel_count=4))
     calibration = Calibration(batches=(images,))

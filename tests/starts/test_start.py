@@ -1,16 +1,22 @@
 """Random starts: the scale of outputs, the source of weights, and where positions are drawn."""
 
+import copy
+
 import pytest
 import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from dcls_convert.conversion.in_memory import convert_
 from dcls_convert.options import INTERPOLATION_NAMES, POSITIONS
 from dcls_convert.reports.report import report_markdown
-from dcls_convert.starts.start import output_power
+from dcls_convert.starts.start import has_norms, output_power
+
+from ..planning.nets import IMAGE, Net, depthwise
+from ..rules import rules_of
 
 NOISE_SHAPE = (64, 8, 24, 24)
 
@@ -36,7 +42,7 @@ def test_without_norms_outputs_for_rectified_noise_keep_their_mean_square(
     noise = torch.randn(NOISE_SHAPE, dtype=torch.float64).relu()
     before = conv(noise).square().mean()
     options = {"kernel_count": count, "interpolation": interpolation, "positions": positions}
-    rules = {"format": 1, "rules": [{"match": {"path": "*"}, "padding": "any"}]}
+    rules = rules_of({"padding": "any"})
     model = converted(nn.Sequential(conv), size, (8, 24, 24), rules=rules, seed=seed, **options)
     layer = model[0]
     assert output_power(layer.kernel()) == pytest.approx(output_power(conv.weight))
@@ -57,7 +63,7 @@ def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels(
 @pytest.mark.parametrize("side", ["back", "ahead"])
 def test_elements_start_where_the_old_kernel_lies_or_over_what_meets_the_map(side, positions):
     """The window of 40 cells is longer than the map of 30: its farthest cells meet only padding."""
-    rules = {"format": 1, "rules": [{"match": {}, "grow": side, "dilated_size": 40}]}
+    rules = rules_of({"grow": side, "dilated_size": 40})
     model = nn.Sequential(nn.Conv1d(64, 64, 5, padding=4))
     convert_(
         model,
@@ -95,3 +101,41 @@ def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_ex
     assert report.layers_beyond_map == bool((dense.weight.grad == 0).any())
     mentioned = "meet only padding" in report_markdown(report)
     assert mentioned == bool(report.layers_beyond_map)
+
+
+def test_norms_are_told_from_other_classes_with_such_names():
+    for module in (nn.BatchNorm2d(3), FrozenBatchNorm2d(3), nn.LayerNorm(3)):
+        assert has_norms(nn.Sequential(module))
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    for module in (timm.create_model("nf_regnet_b0"), weight_norm(nn.Conv2d(3, 3, 3))):
+        assert not has_norms(nn.Sequential(module))
+
+
+@pytest.mark.parametrize("init", ["fit", "random"])
+def test_only_random_starts_depend_on_the_seed_and_none_on_the_global_generator(init):
+    unconverted = Net()
+
+    def positions(seed):
+        model = copy.deepcopy(unconverted)
+        global_state = torch.get_rng_state()
+        convert_(model, dilated_size=7, input_size=IMAGE, init=init, seed=seed)
+        assert torch.equal(torch.get_rng_state(), global_state)
+        torch.rand(5)  # changes the state of the global generator, which must not matter
+        return model.layer1[0].positions
+
+    first = positions(0)
+    assert torch.equal(first, positions(0))
+    assert torch.equal(first, positions(1)) == (init == "fit")
+
+
+@pytest.mark.parametrize(("positions", "reach"), [("normal", 2.5), ("kernel", 2), ("uniform", 6)])
+def test_random_positions_are_near_the_centre_or_over_the_old_kernel_or_over_the_window(
+    positions, reach
+):
+    model = nn.Sequential(depthwise(5, 32))
+    convert_(model, dilated_size=13, input_size=(32, 16, 16), init="random", positions=positions)
+    drawn = model[0].positions.detach().abs()
+    assert drawn.max() <= reach
+    if positions != "normal":  # uniform: the mean distance from the centre is half the reach
+        assert drawn.max() > 0.95 * reach
+        assert drawn.mean() == pytest.approx(reach / 2, rel=0.1)

@@ -20,6 +20,7 @@ from dcls_convert import convert_, load_converted, save_converted
 from dcls_convert.checkpoints.check_layers import FOLD_ALL, UNDO
 from dcls_convert.errors import CheckpointError
 
+from ..rules import rules_of
 from .folders import outputs
 
 CHANNELS = 8
@@ -434,7 +435,7 @@ def test_positions_that_were_rounded_in_a_part_of_a_tie_group_are_said(tmp_path)
 
 
 # Changes that make another network, which can be converted.
-ANY_PADDING = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "padding": "any"}]}
+ANY_PADDING = rules_of({"match": {"kind": "depthwise"}, "padding": "any"})
 EARLY = ("dilation", "stride", "padding", "padding mode", "a bias", "a fused norm", "one wrapped")
 
 

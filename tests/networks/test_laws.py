@@ -11,16 +11,12 @@ from torch import nn
 from dcls_convert import convert_, find_convs, plan_conversion
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.laws import find_pairs
-from dcls_convert.planning.rule_files import parse_rules
 
-from .test_one_sided import Call, conv, later
+from ..rules import rules_of
+from .nets import Call, conv, later
 
-EVERY_CONV = parse_rules("format: 1\nrules: [{match: {}}]")
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
+EVERY_CONV = rules_of({"match": {}})
 
 
 def reach(model, size, example=None):
@@ -244,12 +240,11 @@ def reflected_before(x, c):
 
 
 def test_what_outputs_see_at_a_border_already_is_no_reason_to_stay():
-    rules = parse_rules("format: 1\nrules: [{match: {}}]")
     plans = {}
     for use in (reflected_behind, reflected_before):
         convs = find_convs(Call(use, conv(1, padding=0)), (2, 40))
         try:
-            plans[use] = plan_conversion(convs, rules, dilated_size=9).layers[0].grow
+            plans[use] = plan_conversion(convs, EVERY_CONV, dilated_size=9).layers[0].grow
         except NothingMatchesError as problem:
             plans[use] = str(problem)
     assert plans[reflected_behind] == ("back",)

@@ -239,9 +239,3 @@ def test_a_feature_extractor_of_a_folder_is_saved_and_loaded_as_one(tmp_path, na
     for loaded in (load_converted(again), by_timm(tuned)):
         for new, old in zip(outputs(loaded, channels=1), expected, strict=True):
             assert torch.equal(new, old)
-
-
-def test_an_output_stride_for_a_folder_is_refused_with_the_way(tmp_path):
-    folder = save_converted(*converted(), tmp_path / "out")
-    with pytest.raises(DclsConvertError, match=r"convert .* --model-kwargs output_stride=16"):
-        by_timm(folder, output_stride=16)
