@@ -177,7 +177,7 @@ def grown_padding(
                     f"not {kernel}"
                 )
     if padding in ("same", DYNAMIC_SAME):
-        # Both rules put an odd cell at the end, so they also hold for the window.
+        # Change nothing: for a kernel of any size, both rules pad the extra cell at the end.
         return str(padding)
     grown: list[Pair] = []
     for axis, (before, after) in enumerate(static_padding(padding, extents)):
