@@ -43,7 +43,7 @@ EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
 MIN_GROWTH = 2  # cells
 MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
 # Percent of MACs that recommended windows may add. With windows of 17x17, the paper's ConvNeXts add
-# 7.3 to 11.6 (a test in tests/test_documents.py).
+# 7.3 to 11.6 (tests/test_numbers.py).
 MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
