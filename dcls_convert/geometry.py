@@ -177,7 +177,7 @@ def grown_padding(
                     f"not {kernel}"
                 )
     if padding in ("same", DYNAMIC_SAME):
-        # Both rules put an odd cell at the end, so they also hold for the window.
+        # Change nothing: for a kernel of any size, both rules pad the extra cell at the end.
         return str(padding)
     grown: list[Pair] = []
     for axis, (before, after) in enumerate(static_padding(padding, extents)):
@@ -241,8 +241,8 @@ def padding_with_new_cells(
 def keeps_centre(padding: Pair, old_extent: int, stride: int) -> bool:
     """True if this padding keeps each output over the middle of what the kernel sees.
 
-    The cells before and after an axis together must be from `old_extent - stride` to
-    `old_extent - 1`; for an even kernel, they may be one cell less or more. An odd cell is after.
+    That is, `old_extent - stride <= before + after <= old_extent - 1`, with one cell of slack for
+    an even kernel, and with at most one cell more after than before.
 
     These paddings do not keep the centre: none (valid convolutions, patches, maps padded
     elsewhere), and `old_extent - 1` cells on either side (causal, if the tail is cut off).

@@ -28,7 +28,7 @@ POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO: Final = "auto"
 DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # as in the paper
-# A scope for trained kernels: tie groups share the budget so that the sum of errors is least.
+# The scope for trained kernels: tie groups divide the budget so that the sum of errors is least.
 ERROR_SCOPE: Scope = "error"
 # Value of both `kernel_count` and `init`: one element in every cell of the old kernel, so that the
 # new layer computes the same function.
@@ -42,7 +42,8 @@ GROWTH = r"\+[1-9][0-9]{0,3}"
 EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
 MIN_GROWTH = 2  # cells
 MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
-# Percent of MACs that recommended windows may add; the paper's ConvNeXts have 7.3 to 11.6.
+# Percent of MACs that recommended windows may add. With windows of 17x17, the paper's ConvNeXts add
+# 7.3 to 11.6 (tests/test_numbers.py).
 MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"

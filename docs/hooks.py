@@ -18,10 +18,8 @@ from unittest import mock
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = (
-    "benchmarks",
-    "examples",
-)  # folders whose files are in the site too, since pages link to them
+# Files, and folders of files, that are in the site too, since pages link to them.
+BESIDE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks", "examples")
 SHOWN = (".md", ".py", ".slurm", ".yaml")
 FIRST = "convert_"  # function of the reference
 # How mkdocstrings writes a constant of the package that is a default or a type.
@@ -75,8 +73,8 @@ def _constants(page: str) -> dict[str, str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    for folder in BESIDE:
-        for path in sorted((ROOT / folder).rglob("*")):
+    for place in BESIDE:
+        for path in sorted([ROOT / place, *(ROOT / place).rglob("*")]):
             if path.suffix in SHOWN:
                 name = path.relative_to(ROOT).as_posix()
                 files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
@@ -87,12 +85,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_path.startswith(BESIDE):  # in the site, docs/ is the folder around these
         if page.edit_url:
             page.edit_url = page.edit_url.replace(f"{EDIT}docs/", EDIT)
-        markdown = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
+        markdown = re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
     else:
-        markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
+        markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})", r"](\1", markdown)
     return re.sub(
         r"^<!-- made: (\w+) -->$", lambda line: REFERENCES[line[1]](), markdown, flags=re.MULTILINE
     )
+
+
+def install() -> str:
+    """How to install the package, as README says."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, text = readme.split("<!-- install: ")
+    return text.partition("-->")[2].partition("<!-- end of install -->")[0]
 
 
 def command_line() -> str:
@@ -202,4 +207,9 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-REFERENCES = {"command_line": command_line, "rules": rules, "python_names": python_names}
+REFERENCES = {
+    "install": install,
+    "command_line": command_line,
+    "rules": rules,
+    "python_names": python_names,
+}

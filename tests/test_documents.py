@@ -7,7 +7,9 @@ the last that the command prints, or its beginning if it ends in `...`. A block 
 needs a GPU.
 """
 
+import ast
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -216,6 +218,18 @@ def test_a_replay_of_the_cuda_graph_trains_as_an_eager_step_does():
     start = [tensor.detach().clone() for tensor in trained]
     namespace["graph"].replay()
     assert change().norm() == 0
+
+
+def test_warnings_that_a_page_lists_are_in_the_program():
+    """Readers search the page for the words of a message."""
+    package = Path(dcls_convert.__file__).parent
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")]
+    nodes = itertools.chain.from_iterable(map(ast.walk, trees))
+    texts = "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+    table = PAGES["errors.md"].partition("## Warnings")[2].partition("## ")[0]
+    messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(messages) >= 10
+    assert [message for message in messages if message not in texts] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,7 @@ FOLDED = (
     "The model is folded: the kernels are constructed and stored in plain convolutions of the "
     "windows' sizes; positions can no longer be learnt. "
 )
-# The paper, and this program. README and docs/index.md show the same entries.
+# The paper, and this program. README.md shows the same entries; a test compares them.
 CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
   title = {Dilated convolution with learnable spacings},
   author = {Khalfaoui-Hassani, Ismail and Pellegrini, Thomas and Masquelier, Timoth{\\'e}e},

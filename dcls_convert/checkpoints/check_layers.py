@@ -99,7 +99,8 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
     class_name = type(module).__name__
     if not isinstance(module, type(expected)):
         yield f"is of class {class_name}", _cure_of_class(module, layer)
-    if has_own_forward(module) and not hasattr(module, "_hf_hook"):  # which accelerate sets
+    # accelerate sets a forward, too, which only moves tensors; its mark is `_hf_hook`.
+    if has_own_forward(module) and not hasattr(module, "_hf_hook"):
         yield "has a forward of its own, set on this very object", UNDO
     if not layer.folded:
         yield from _tie_differences(modules, module, layer)
@@ -112,7 +113,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
     settings = own_settings(expected)
     if not layer.folded:
         settings = replace(settings, transform=layer.transform)
-    if not layer.stride:  # older plans state none of these
+    if not layer.stride:  # an older plan, which states none of these three
         settings = replace(settings, stride=(), padding=(), padding_mode="")
     difference = own_settings(module).describe_difference(settings)
     if difference is not None:

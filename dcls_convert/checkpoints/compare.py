@@ -13,22 +13,21 @@ from .folder import open_folder
 from .load import load_state
 from .stored_weights import read_state
 
-# Largest difference of outputs, as a fraction of their norm, between a model and its copy on the
-# same device: above rounding in another order of sums, and below what an edit changes.
+# Largest difference that counts as equal, as a fraction of the outputs' norm, between a model and
+# its copy on the same device. Sums in another order differ by less, an edited model by more.
 SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# If the outputs for two images differ by less than this, outputs cannot tell one network from
-# another: a detector finds no boxes, or the signal vanishes in a network without training.
+# Do not compare outputs that differ by less than this between two images: they are alike for other
+# networks, too. A detector may find no boxes, or the signal vanishes in an untrained network.
 LEAST_VARIATION = 1e-4
 SAME_FOR_EVERY_IMAGE = "they are nearly the same for every image, as of some untrained networks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What loading a folder has shown."""
+    """What loading a folder has shown: the saved model (both None), another one, or not known."""
 
-    difference: str | None = None  # from the model that was saved
-    # Why outputs were not compared, although names and shapes agree.
-    not_compared: str | None = None
+    difference: str | None = None  # how the loaded model differs from the saved one
+    not_compared: str | None = None  # why outputs were not compared; names and shapes agree
 
 
 def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> Comparison:

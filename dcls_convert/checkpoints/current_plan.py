@@ -44,7 +44,8 @@ def with_current_args(
         return plan
     try:
         return plan_for_source(ModelSource(name=source.name, args=args), plan)
-    except DclsConvertError:  # the library builds no such network; loading back says what differs
+    except DclsConvertError:
+        # The library builds no such network. Keep the plan: loading back says what differs.
         return plan
 
 

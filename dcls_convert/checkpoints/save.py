@@ -104,7 +104,7 @@ def save_converted(
     with new_output(folder, force=force, why_keep=why_not_our_folder) as partial:
         partial.mkdir()
         written = ConversionReport(plan=plan)
-        if report is not None and report.layers == plan.layers:  # apart from their errors
+        if report is not None and report.layers == plan.layers:  # `==` ignores their errors
             with_errors = replace(plan, layers=report.layers)
             written = ConversionReport(plan=with_errors, outcome=report.outcome)
         write_texts(partial, name, model, written, picture=picture)
@@ -164,7 +164,8 @@ def _as_it_is(
     if source is not None:
         plan = plan_for_source(resolve_model(source), plan)
     elif plan.source is None and not is_saved:
-        built_by = stated_source(model)  # a plan made from `find_convs` does not state it
+        # The plan was made from `find_convs` alone, which does not know what built the model.
+        built_by = stated_source(model)
         if built_by is not None:
             plan = plan_for_source(built_by, plan)
     state = clamped_state_(model)

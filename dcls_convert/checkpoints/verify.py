@@ -35,7 +35,8 @@ class Verification(Record):
 
     format: int = 1
     folder: str
-    # False if a check failed; None if none failed, but the model was not rebuilt.
+    # True if all checks passed; False if one failed; None if the others passed, but the model was
+    # not rebuilt.
     ok: bool | None
     checks: tuple[Check, ...]
 

@@ -193,9 +193,11 @@ def _lowest_corner(cells: Tensor, size: WindowSize) -> tuple[Tensor, list[Tensor
     fractions: list[Tensor] = []
     for coordinate, length in zip(cells, size, strict=True):
         inside = coordinate.clamp(0, length - 1)
-        # At most length - 2, so that at the upper border the fraction is 1 and the derivative
-        # points inward. Not `floor`, which wakes all threads even for a few elements. NaN becomes
-        # an arbitrary integer, which is clamped into the window, and stays NaN in the fraction.
+        # At most length - 2: at the upper border, the fraction is then 1, and the derivative
+        # points inward.
+        # A cast instead of `floor`, which would wake all threads even for a few elements.
+        # The cast makes some integer of NaN; the clamp keeps it inside the window, and the fraction
+        # is still NaN.
         lower = inside.to(torch.int32).clamp_(0, length - 2)
         fractions.append(inside.sub_(lower))
         index = lower if index is None else torch.add(lower, index, alpha=length)

@@ -43,8 +43,8 @@ def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Ten
     corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]
     for coordinate, length in zip(cells.unbind(), size, strict=True):
         inside = clamped(coordinate, 0, length - 1)
-        # At most length - 2, so that at the upper border the fraction is 1 and the derivative
-        # points inward. NaN stays in the fraction, but must not become an index.
+        # At most length - 2: at the upper border, the fraction is then 1, and the derivative
+        # points inward. NaN becomes index 0; the fraction is still NaN.
         lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
         lower_index = lower.long()
         lower_share = 1 - (inside - lower)

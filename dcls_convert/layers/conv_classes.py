@@ -31,7 +31,8 @@ class ConvTraits:
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
-    # All padding of a class that is not registered, as its forward shows; None for other classes.
+    # All padding, as a run of forward has shown (`own_forward.py`); None for a class that is
+    # registered, or that has its base's forward.
     padding: Padding | None = None
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if reason is not None:
         return reason
     members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
-    # What a module in it pads was seen together with the forward that calls it.
+    # If the padding was seen by a run (`traits.padding`), modules inside were run with it.
     if members and traits.padding is None:
         names = ", ".join(sorted(members))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"

@@ -66,7 +66,8 @@ def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
     stored = getattr(conv, "_reversed_padding_repeated_twice", None)
     padding: Padding = conv.padding
     if stored is not None and conv.padding_mode != "zeros":
-        # What torch uses then: cells before and after each axis, the last axis first.
+        # In these modes torch pads by what it stored when the convolution was made, whatever
+        # `padding` says now: cells before and after each axis, the last axis first.
         padding = as_padding(list(zip(stored[::2], stored[1::2], strict=True))[::-1])
     elif not isinstance(padding, str):
         padding = on_every_axis(padding, dims)

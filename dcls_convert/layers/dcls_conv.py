@@ -259,7 +259,7 @@ class DclsConvNd(DclsLayer):
             bias=False,
             device="meta",  # so that initialisation draws no random numbers
         )
-        if self.grow:  # other code may read these
+        if self.grow:  # code outside may pad by these, as it did for the old convolution
             conv.kernel_size = self.kernel_size
             conv.padding = self.padding  # type: ignore[assignment]
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
@@ -310,10 +310,11 @@ def _carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) ->
             parameter.requires_grad_(bool(old.weight.requires_grad))
     weight = new.weight
     if type(old.weight) is type(weight) is nn.Parameter:
-        vars(weight).update(vars(old.weight))  # such as a learning rate of its own
+        vars(weight).update(vars(old.weight))  # attributes of users, such as a rate
     own_names = {*exclude, *vars(new), *new._parameters} - _HOOK_REGISTRIES
     for name, value in vars(old).items():
-        if name not in own_names and not hasattr(type(new), name):  # which it would hide
+        # Leave out names that the new class has: an attribute would hide its method or property.
+        if name not in own_names and not hasattr(type(new), name):
             vars(new)[name] = value
     # Leave out hooks that compute a parameter: `new` does not have what they compute it from.
     other_hooks: OrderedDict[int, Any] = OrderedDict()

@@ -61,8 +61,8 @@ class DclsLayer(CheckedLayer):
     dims: ClassVar[int]
     conv_class: ClassVar[Any]  # nn.Conv1d, Conv2d or Conv3d
     conv_function: ClassVar[Callable[..., Tensor]]
-    # dtype of the output of 2-D layers; None: that in which it is computed. A LayerNorm under
-    # autocast reads float32, which blocks write in one pass.
+    # If set, `forward` of a 2-D layer returns this dtype. Under autocast, float32 saves the cast in
+    # front of a LayerNorm.
     output_dtype: torch.dtype | None = None
 
     if TYPE_CHECKING:  # for type checkers, to which torch's modules return anything
@@ -121,7 +121,8 @@ class DclsLayer(CheckedLayer):
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
         # How the window grows along each axis; empty if to both sides along all.
         self.grow: tuple[Grow, ...] = ()
-        # For code that reads it: the window without the new cells that the layer pads by itself.
+        # The window without the new cells that the layer pads by itself, for code outside that
+        # pads by `kernel_size`.
         self.kernel_size = self.dilated_kernel_size
         self._set_grow(grow)
         self.traits = PLAIN
@@ -214,7 +215,7 @@ class DclsLayer(CheckedLayer):
             if self.dims != 2 or self.padding_mode != "zeros" or self.grow:
                 raise ValueError(f"padding={self.padding!r} is for 2-D with zeros, without grow")
             padding = 0
-        # torch's convolution refuses all other arguments that are not allowed.
+        # Make torch's convolution, on meta, to check all other arguments: it refuses wrong ones.
         self.conv_class(
             self.in_channels,
             self.out_channels,
@@ -318,7 +319,7 @@ class DclsLayer(CheckedLayer):
 
     def _construct(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
         """Construct the kernel from parameters that were read: reading tied ones takes time."""
-        # As `effective_weight`, without a call in each forward pass.
+        # As `ConvTraits.effective_weight` does; a call of it would take time in each forward pass.
         if self.traits.transform_weight is not None:
             weight = self.traits.transform_weight(self, weight)
         return construct_unchecked(
@@ -359,7 +360,7 @@ class DclsLayer(CheckedLayer):
             self.padding_mode != "zeros"
             or padding == DYNAMIC_SAME
             or self.grow
-            or tuple in map(type, padding)  # `is_uneven`, without a call in each forward pass
+            or tuple in map(type, padding)  # as `is_uneven`, whose call would take time
         ):
             input = self.pad_input(input)
             padding = self.on_every_axis(0)

@@ -20,8 +20,8 @@ class Interpolation:
     """
 
     name: InterpolationName
-    # Cells at this distance from an element, and farther ones, get nothing of it (or less than
-    # rounding shows) with the initial sigma.
+    # Distance in cells, with the initial sigma, from which on a cell gets nothing of an element, or
+    # less than rounding shows.
     support: int
     # Whether an element at a cell's centre lies in that cell alone, with the initial sigma.
     is_exact_on_cells: bool
@@ -61,8 +61,8 @@ _ALL = (  # sigmas as in DCLS 0.1.1
         min_sigma=1.0,
         initial_sigma=1.0,
     ),
-    # With a smaller sigma, an element between two cells would lose its gradient. DCLS 0.1.1 adds
-    # 0.27 to its parameter, which starts at 0.23.
+    # The minimum keeps the gradient of an element between two cells. Both values are those of DCLS
+    # 0.1.1, which adds 0.27 to a parameter that starts at 0.23.
     Interpolation(
         name="gaussian",
         support=4,  # eight times the initial sigma

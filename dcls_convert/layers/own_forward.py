@@ -24,7 +24,7 @@ from .padding import widths_of
 
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MAX_ERROR = 1e-5  # relative, of outputs in float32
-MAX_STRIDE_SEEN = 8  # inputs of as many sizes are tried
+MAX_STRIDE_SEEN = 8  # one input size is tried for each phase of the stride
 
 # What was seen of a convolution, and the attributes that it had.
 _seen: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Padding | None]] = WeakKeyDictionary()

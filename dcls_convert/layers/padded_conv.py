@@ -23,7 +23,7 @@ class _Padded(_ConvNd):
     zeros: list[int]  # to pad with zeros around that
     pad_mode: str
     adds_zeros: bool
-    is_folded = True  # `kernel_size` is not that of the weight: see `DclsConvNd.from_conv`
+    is_folded = True  # so `kernel_size` is the old kernel's, smaller than the weight
     convolve: Callable[..., Tensor]  # torch's function
 
     def forward(self, input: Tensor) -> Tensor:

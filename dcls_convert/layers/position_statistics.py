@@ -13,12 +13,12 @@ from torch import Tensor
 from ..depthwise.devices import in_double
 from ..geometry import Grow, grow_of_axes, position_limits
 
-# Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
+# Cells. If an element is nearer to a limit, most of it is in the window's outermost cells.
 BORDER_MARGIN = 0.5
-# Cells. Elements nearer than this have most of their cells in common. With 1, elements on
-# neighbouring cells, as after a fit, would count as soon as training moves them at all.
+# Cells. Two elements that are nearer have most of their cells in common. A limit of 1 would count
+# elements on neighbouring cells, as after a fit, as soon as training moves them at all.
 OVERLAP_DISTANCE = 0.5
-MAX_DISTANCES = 1 << 22  # at once, or those of one kernel: 16 MiB per axis in float32
+MAX_DISTANCES = 1 << 22  # computed at once: 16 MiB per axis in float32; one kernel may have more
 
 
 def border_share(positions: Tensor, size: Sequence[int], grow: Sequence[Grow] = ()) -> float:

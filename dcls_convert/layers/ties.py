@@ -64,8 +64,9 @@ def _are_in_different_units(first: nn.Module, shared: Tensor, weight: Tensor) ->
     """True if FSDP1 has put the positions of the first layer into another unit than this weight."""
     if is_flattened(shared):
         return not is_flattened(weight)
-    # In one process, or with NO_SHARD, nothing is freed. In the forward pass of a unit, its
-    # parameters are plain tensors, so a parameter is of another unit, and would learn wrongly.
+    # In one process, or with NO_SHARD, nothing is freed, so look at the types. In the forward pass
+    # of a unit, its parameters are plain tensors: an `nn.Parameter` belongs to another unit, and
+    # would learn wrongly.
     is_parameter = isinstance(shared, nn.Parameter) and not isinstance(weight, nn.Parameter)
     return is_parameter and hasattr(first, "_is_fsdp_managed_module")
 
@@ -121,7 +122,7 @@ class Tieable(nn.Module):
         if shared.device == weight.device:
             return shared
         if shared.is_meta and hasattr(first, "_hf_hook"):
-            # accelerate keeps the first layer elsewhere, and brings it for each forward pass.
+            # accelerate loads the first layer only for its forward pass: let it do so now.
             first._hf_hook.pre_forward(first)
             shared = getattr(first, name)
             first._hf_hook.post_forward(first, None)
@@ -141,7 +142,7 @@ class Tieable(nn.Module):
         new._tied_to = ()
         if self.is_tied:
             self._tie_copy_(new, memo)
-        # A hook on a module above may have led to a later layer of the group first.
+        # A later layer of the group may have been copied first, because a hook refers to it.
         copied_before = memo.get(("copied without", id(self)))
         if copied_before is not None:
             copied_before.tie_(new)

@@ -96,7 +96,8 @@ def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
     first = next(iter(_convs_with_names(model)), None)
     if first is not None and size[0] == first.in_channels:
-        if len(size) - 1 == dims_of(first):  # though later convolutions may have more axes
+        # The first convolution sees the image; later ones may have more axes.
+        if len(size) - 1 == dims_of(first):
             return size
     dims = max(_dims(model))
     if len(size) == dims:

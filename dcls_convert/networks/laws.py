@@ -100,13 +100,13 @@ def laws_of_pair(
     # torch pads an even centred kernel so that it looks one cell further ahead.
     if least >= start - SLACK and centre > end + 0.5 + SLACK:
         yield Law(reason=ONE_SIDE, pair=pair, lines=lines, least=min(least, end))
-    if pair.is_cut:  # the place is not known, so a hole is looked for in the middle
+    if pair.is_cut:  # the own place is not known: look for a hole in the middle of the view
         start = end = centre
     last_back = -math.inf
     first_ahead = math.inf
     both = 0  # views that look to both sides
     for view in views:
-        # Displacements from start to end, the own place, count as ahead, and rule out a hole.
+        # The own place (start to end) counts as ahead: an output that sees it has no hole there.
         back = max((high for _, high in view if high < start - SLACK), default=-math.inf)
         ahead = min((low for low, _ in view if low > start - SLACK), default=math.inf)
         last_back = max(last_back, back)
@@ -230,11 +230,11 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
         return None
     if max(clear_slopes, default=1) > MAX_RATIO_OF_SLOPES * min(clear_slopes, default=1):
         return None  # several maps are joined along the axis
-    # The border of the map may cut the other edge, and leave a part that moves in another way.
+    # Take the edge that moves most clearly: the map's border may cut the other one.
     correlation, slope, edge = max(moving)
 
     def misfit(stride: Fraction) -> tuple[float, int, float]:
-        # With the right stride, the edge moves beside the cells by its phases at most.
+        # With the right stride, the edge follows the cells, but for its phases.
         phases = float(stride)
         if stride.denominator <= MAX_UPSAMPLING:
             phases = stride.numerator - 1
@@ -242,7 +242,7 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
         excess = max(0.0, max(beside) - min(beside) - phases)
         return round(excess, 3), stride.denominator, abs(math.log(stride * size / side))
 
-    # Standard error of a slope, relative to it; strides beyond three of them are no candidates.
+    # Standard error of the slope, relative to it. Candidates are strides within three of these.
     error = math.sqrt(max(0.0, 1 / correlation**2 - 1) / (len(edge) - 2))
     candidates: list[Fraction] = []
     for strides in _strides(Fraction(side, size)):
@@ -264,7 +264,7 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
         first_place = -(stride.denominator - 1) * cells
         last_place = stride.numerator - 1
     cut = side - size * cells
-    # More cells than that are padding: on both sides, as far as is known.
+    # Outputs beyond the input see padding. It is assumed to be equal on both sides.
     padded = int(cut / 2) if cut <= -cells else 0
     own = (first_place + padded, last_place + max(0.0, cut))
     is_cut = cut >= max(1, cells)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-# Modules whose parameters of several axes are looked up, or scale single elements.
+# Modules whose weights are in no product: they are looked up, or scale single elements.
 WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 

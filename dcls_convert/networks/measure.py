@@ -181,7 +181,8 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> M
             if not _agree(before, outputs(arguments)):
                 raise CannotMeasureError("its outputs differ from run to run")
             readers = find_culprits(list(called), what_changes)
-            # Layers whose windows grow to one side have the attributes of the convolutions.
+            # Try again with windows that grow to one side: such layers keep the attributes that
+            # code reads. What still fails must stay a convolution.
             still = find_culprits(list(readers), functools.partial(what_changes, grow="back"))
             reasons |= {name: readers.pop(name) for name in still}
         free = {name: conv for name, conv in called.items() if name not in reasons}

@@ -181,7 +181,7 @@ def spread_blocks(
     numbers = [*range(0, count, 2), *range(1, count, 2)]  # so that the first ones are far apart
     blocks_along = []
     for index, map_length in enumerate(lengths):
-        factor = 2 * index + 1  # another order along each axis, so that none is taken for another
+        factor = 2 * index + 1  # a different order for each axis, to tell them apart
         length = min(size, map_length)
         last = map_length - length
         room = last // 2 + 1

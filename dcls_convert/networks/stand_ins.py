@@ -37,7 +37,7 @@ class StandIn:
 
         self.layer.forward = forward  # type: ignore[method-assign]
         for weight in self.weights:
-            # Autograd, which may have saved the weight, does not see a change of `data`.
+            # Change `data`: autograd, which may have saved the weight, does not see that.
             weight.data.copy_(_poison_like(weight))
 
     def is_changed(self) -> bool:
@@ -89,14 +89,14 @@ def with_window(
         sizes[axis] = window[axis]
     layer = _layer_without_values(conv, sizes, grow=grow)
     if layer.padding != DYNAMIC_SAME:
-        # Keep the attributes of the other one, for code that reads them.
+        # Keep the attributes of `conv`, for code that reads them.
         layer.grow = grow_of_axes(grow, layer.dims)
         layer.kernel_size = settings.extents
         layer.padding = settings.padding
     plain = layer.plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
-    # As large as the old kernel, so that deep networks do not overflow.
+    # Scale the values to the old kernel's norm, so that deep networks do not overflow.
     plain.weight.data.copy_(values * float(conv.weight.detach().norm()) / values.norm())
     return plain
 

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..records import JsonFraction
 from .layer_plan import LayerPlan, position_groups
 
-UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
+UNSOLVED = 0  # marks a layer whose kernel count is still to be solved; nobody can state 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def _no_room_message(layers: Sequence[LayerPlan], share: Fraction) -> str:
         f"a budget of {percent:.6g} % leaves no room for even one element per kernel; "
         f"the smallest sufficient budget is {min_text} %"
     )
-    if percent < 1:  # probably meant as a share
+    if percent < 1:  # the user probably means a share, such as 0.8
         message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
     return message
 

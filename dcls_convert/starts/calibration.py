@@ -27,9 +27,10 @@ from .images import Calibration
 from .moments import InputMoments, JointMoments, LineMoments
 from .solve import solve_weights
 
-# Moments of the inputs of layers whose channels sum several lines are measured for some layers at a
-# time, in passes of their own. This bounds the memory of a pass, if no layer alone takes more.
-MAX_FLOATS = 1 << 26  # in float64, so half a GiB
+# Memory for moments in one pass over the images, in numbers of float64: half a GiB. If layers whose
+# channels sum several lines need more together, they are measured in several passes. A single layer
+# may take more.
+MAX_FLOATS = 1 << 26
 
 Moments = TypeVar("Moments", JointMoments, LineMoments)
 
@@ -44,10 +45,10 @@ class CalibrationStatistics:
     def covariance_roots(self, group: ConvGroup) -> Tensor | None:
         """Return square roots of the costs of kernel errors, by input channel: (in_channels, S, S).
 
-        An error e of a line costs |e @ root|^2; this is what `fit_elements` minimises. root @
-        root.mT is the mean, over the layers, of the costs for the line's input channel; each
-        layer's are scaled to a mean of 1. Separate roots for each layer would cost as much as a
-        fit for each layer, and kept outputs no closer.
+        An error e of a line costs |e @ root|^2; this is what `fit_elements` minimises. The layers
+        of a group share positions, so their cost matrices are averaged, each scaled to a mean
+        diagonal of 1. The roots are those of the averages. Roots for each layer alone would take
+        as long as a fit for each layer, and kept outputs no closer.
 
         Returns:
             None if no layer was called.

@@ -87,9 +87,8 @@ def read_calibration_images(
         held_out: Images to compare outputs on, in the same forms as `images`. Nothing is fitted to
             them, so none of them may be in `images`. By default, every fifth image is held out.
             From a folder, at most 40 files are held out. If a file is larger than the model's
-            images, four crops of its corners are added. If there are fewer than five images, a
-            folder holds out its second file, and tensors hold out none. With an empty list, no
-            image is held out.
+            images, four crops of its corners are added. Fewer than five images: a folder holds out
+            its second file, tensors hold out none. An empty list: no image is held out.
         most_images: Maximum number of images to read from a folder, evenly spread over the order of
             their names; 80 by default. They stay in memory, where an image of 3x224x224 takes
             0.6 MB.
