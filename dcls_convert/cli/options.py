@@ -88,7 +88,7 @@ Model = Annotated[
         metavar="MODEL",
         help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, "
         "hf-hub:REPO, local-dir:FOLDER, or package.module:factory, which imports and runs your "
-        "own code.",
+        "own code; or a folder of dcls-convert, for a larger window.",
         autocompletion=complete_models,
         show_default=False,
     ),
