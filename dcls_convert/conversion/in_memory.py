@@ -56,6 +56,9 @@ def convert_(
 ) -> ConversionReport:
     """Replace the matching convolutions of `model` by DCLS layers, in place, and report the costs.
 
+    A model that is converted already gets another window for its elements: state `dilated_size`
+    alone. Its parameters stay the same objects, and its outputs the same.
+
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.
         dilated_size: Size of the window in which elements may move, for rules that do not set it:
