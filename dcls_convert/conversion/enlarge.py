@@ -19,7 +19,7 @@ from ..options import AUTO
 from ..placing.place import note_plan_, noted_plan
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan, DraftPlan
-from ..planning.windows import notes_on_windows, with_window
+from ..planning.windows import notes_on_windows, with_other_window
 from ..reports.report import ConversionReport
 from ..running.model_state import unchanged_on_failure
 from ..text import join_with_and
@@ -89,7 +89,8 @@ def _refuse_other_options(request: ConversionRequest, plan: ConversionPlan) -> N
     for record in (network, request.options, request.start):
         for option in fields(record):
             value = getattr(record, option.name)
-            if option.name not in ("model", "dilated_size") and value != option.default:
+            is_default = value is None if option.default is None else value == option.default
+            if not is_default and option.name not in ("model", "dilated_size"):
                 stated.append(option.name.replace("_", " "))
     if network.input_size is not None and tuple(network.input_size) == plan.input_size:
         stated.remove("input size")
@@ -124,7 +125,7 @@ def _layers_of(model: nn.Module, plan: ConversionPlan) -> dict[str, DclsConvNd]:
 
 def _plan_with_windows(plan: ConversionPlan, size: int | Sequence[int] | str) -> ConversionPlan:
     """Return the plan with other windows for all its layers."""
-    layers = [with_window(layer, size) for layer in plan.layers]
+    layers = [with_other_window(layer, size) for layer in plan.layers]
     old_notes = notes_on_windows(plan.layers)
     notes = [note for note in plan.notes if note not in old_notes] + notes_on_windows(layers)
     return replace(plan, layers=tuple(layers), notes=tuple(notes))

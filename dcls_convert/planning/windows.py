@@ -136,7 +136,7 @@ def choose_window(
     return window, dense_axes, grow
 
 
-def with_window(layer: LayerPlan, size: int | Sequence[int] | str) -> LayerPlan:
+def with_other_window(layer: LayerPlan, size: int | Sequence[int] | str) -> LayerPlan:
     """Return a planned layer with another window, which grows to the sides of the present one.
 
     Args:
