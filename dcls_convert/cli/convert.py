@@ -238,7 +238,6 @@ def _convert_and_save(
 def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest":
     """Return the request with the network itself, if MODEL is a folder that dcls-convert wrote."""
     from ..checkpoints.folder import has_plan, open_folder
-    from ..checkpoints.load import load_converted
 
     folder = Path(str(request.network.model).removeprefix("local-dir:"))
     if not has_plan(folder):
@@ -251,6 +250,8 @@ def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest"
             f"{folder}: only your own code can build its network; in Python, load it by "
             "load_converted(folder, model=...), and call convert_(model, dilated_size=...)"
         )
+    from ..checkpoints.load import load_converted
+
     return replace(request, network=replace(request.network, model=load_converted(folder)))
 
 
