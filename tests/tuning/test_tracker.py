@@ -1,5 +1,6 @@
 """Records of positions in training: their contents, and reading them back."""
 
+import json
 import math
 
 import pytest
@@ -113,6 +114,24 @@ def test_a_resumed_run_replaces_the_records_of_the_steps_that_come_again(model, 
     killed = run(model, range(6), tuning.PositionTracker(model, path))
     resumed = run(model, [3, 4], tuning.PositionTracker(model, path))  # from the state of step 2
     assert tuning.read_track(path) == (*killed[:3], *resumed)
+
+
+def test_a_record_states_its_unit_and_those_of_a_file_agree(model, tmp_path):
+    path = tmp_path / "track.jsonl"
+    run(model, range(2), tuning.PositionTracker(model, path, unit="epoch"))
+    assert {record.unit for record in tuning.read_track(path)} == {"epoch"}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        del line["unit"]
+    old = tmp_path / "old.jsonl"
+    old.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert {record.unit for record in tuning.read_track(old)} == {"step"}
+    run(model, [2], tuning.PositionTracker(model, path))
+    message = r"track\.jsonl: line 3 counts steps, the lines before it epochs; record each training"
+    with pytest.raises(dcls_convert.CheckpointError, match=message):
+        tuning.read_track(path)
+    with pytest.raises(dcls_convert.DclsConvertError, match=r"unit='hour' must be 'step' or 'epo"):
+        tuning.PositionTracker(model, unit="hour")
 
 
 def test_errors_name_the_file_that_cannot_be_read_or_written(model, tmp_path):
