@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -82,8 +83,8 @@ class PositionTracker:
         unit: What the numbers count that `update` is given, "step" or "epoch". Records state it,
             and figures name their axes by it.
         optimizer: If given, records have the learning rate of positions relative to that of the
-            weights. A warning says when it falls, as under a scheduler that sets one rate for all
-            groups.
+            weights. Warnings say if the optimizer does not tell positions from weights, and when
+            the relative rate falls, as under a scheduler that sets one rate for all groups.
 
     Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
     `update` and gets the record, but only rank 0 writes to the file. Under FSDP1, give
@@ -138,9 +139,10 @@ class PositionTracker:
                 rate_of |= {id(one): float(group["lr"]) for one in group["params"]}
         rows = {}
         parameters = position_parameters(inside_wrappers(self.model), "positions")
-        imprecise = describe_imprecise(parameters)
-        if imprecise is not None and last is None and is_first_rank():
-            warnings.warn(imprecise, stacklevel=3)  # the caller of `update`; `no_grad` is between
+        if last is None and is_first_rank():
+            for problem in (describe_imprecise(parameters), self._describe_groups(parameters)):
+                if problem is not None:
+                    warnings.warn(problem, stacklevel=3)  # caller of `update`; `no_grad` is between
         for parameter in parameters:
             name = WRAPPER_NAMES.sub("", parameter.name)
             positions: Any = parameter.tensor.detach()  # (A, *C, E)
@@ -162,6 +164,37 @@ class PositionTracker:
         if ratios and is_first_rank():
             self._warn_if_ratio_fell(min(ratios))
         return record
+
+    def _describe_groups(self, parameters: Iterable[PositionParameter]) -> str | None:
+        """Say if the optimizer does not tell positions from weights, and the cure.
+
+        It does not if positions decay, or if they are in the group of their first layer's weight,
+        as in `AdamW(model.parameters())`. An equal rate in another group is no sign of a mistake:
+        it may be meant (`position_lr_scale=1`), an optimizer may want it (Prodigy), and timm's
+        schedulers apply `lr_scale` only later.
+        """
+        if self.optimizer is None:
+            return None
+        group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
+        for group in self.optimizer.param_groups:
+            group_of |= {id(one): group for one in group["params"]}
+        problems: dict[str, None] = {}  # in order, each once
+        for parameter in parameters:
+            own_group = group_of.get(id(parameter.tensor))
+            if own_group is None or not parameter.tensor.requires_grad:
+                continue
+            first_layer = next(iter(parameter.layers.values()))
+            if own_group is group_of.get(id(first_layer.weight)):
+                problems["learn no faster than weights"] = None
+            decay = float(own_group.get("weight_decay", 0))
+            if decay > 0:
+                problems[f"decay towards the kernel's centre (weight_decay={decay:g})"] = None
+        if not problems:
+            return None
+        return (
+            f"positions {' and '.join(problems)}; give the optimizer "
+            "tuning.param_groups(model, lr=..., weight_decay=...) instead of model.parameters()"
+        )
 
     def _warn_if_ratio_fell(self, ratio: float) -> None:
         """Warn, once, if positions learn less fast, relative to weights, than in earlier records.
