@@ -38,7 +38,7 @@ Width = Annotated[
         metavar="INCHES",
         min=3,
         max=20,
-        help=f"Width of the picture ({PICTURE_WIDTH}); 3.3 for a column of a paper.",
+        help=f"Width of the picture (default: {PICTURE_WIDTH}; a column of a paper: 3.3).",
         rich_help_panel=PICTURES,
     ),
 ]
