@@ -186,7 +186,7 @@ class PositionTracker:
             first_layer = next(iter(parameter.layers.values()))
             if own_group is group_of.get(id(first_layer.weight)):
                 problems["learn no faster than weights"] = None
-            decay = float(own_group.get("weight_decay", 0))
+            decay = float(own_group.get("weight_decay") or 0)
             if decay > 0:
                 problems[f"decay towards the kernel's centre (weight_decay={decay:g})"] = None
         if not problems:
