@@ -46,6 +46,7 @@ MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for
 # 7.3 to 11.6 (tests/test_numbers.py).
 MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
+PICTURE_WIDTH = 6.75  # inches; the text of two columns, in papers of most conferences
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the parameter count
 # Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.

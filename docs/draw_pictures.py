@@ -1,12 +1,17 @@
 """Draw the program's own output, as a terminal of 80 columns shows it.
 
-python docs/draw_pictures.py [FOLDER]
+    python docs/draw_pictures.py [FOLDER]
+
+Draw positions.png, after a training of a few minutes (extras plot, train and test):
+
+    python docs/draw_pictures.py --positions
 """
 
 import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,9 +29,21 @@ PICTURES = {
     "sweep": "dcls-convert sweep convnext_tiny",
     "help": "dcls-convert --help",
 }
+# The last command draws positions.png.
+TRAINING = (
+    "python -c 'from pathlib import Path; from tests.digits import write_digits; "
+    'write_digits(Path("digits"), classes=10, images=180)\'',
+    "dcls-convert test_convnext --dilated-size 9 --init random --output small",
+    "python examples/finetune.py small --data digits --input-size 3 32 32 --batch-size 16 "
+    "--epochs 30 --lr 1e-3",
+    "dcls-convert inspect runs/small/best --history runs/small/positions.jsonl "
+    "--picture positions.png",
+)
+PROGRAMS = {"python": [], "dcls-convert": ["-m", "dcls_convert"]}
 # `inspect` ends with how the checkpoint was made, which names versions and weights of this machine.
 RECORD = " Conversion:"
 _ROOT = Path(__file__).resolve().parent.parent
+_PICTURES = Path(__file__).with_name("pictures")
 _TERMINAL = {
     "COLUMNS": str(COLUMNS),
     "FORCE_COLOR": "1",
@@ -37,12 +54,12 @@ _TERMINAL = {
 
 def output_of(command: str, folder: str) -> str:
     """What the command line writes to stdout, with its colours."""
-    arguments = shlex.split(command)[1:]
+    program, *arguments = shlex.split(command.replace("examples/", f"{_ROOT}/examples/"))
     environment = {
         name: value for name, value in os.environ.items() if name != "NO_COLOR"
     } | _TERMINAL
     done = subprocess.run(
-        [sys.executable, "-m", "dcls_convert", *arguments],
+        [sys.executable, *PROGRAMS[program], *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -53,7 +70,14 @@ def output_of(command: str, folder: str) -> str:
     return done.stdout
 
 
-def main(target: str = str(Path(__file__).with_name("pictures"))) -> None:
+def draw_positions(target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for command in TRAINING:
+            print(output_of(command, folder))
+        shutil.copy(Path(folder) / "positions.png", target)
+
+
+def main(target: str = str(_PICTURES)) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, command in PICTURES.items():
             console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
@@ -72,4 +96,7 @@ def main(target: str = str(Path(__file__).with_name("pictures"))) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "--positions" in sys.argv:
+        draw_positions(_PICTURES / "positions.png")
+    else:
+        main(*sys.argv[1:])

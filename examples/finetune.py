@@ -408,7 +408,7 @@ class Training:
         folder = self.options.output
         folder.mkdir(parents=True, exist_ok=True)
         self.tracker = tuning.PositionTracker(
-            self.model, folder / "positions.jsonl", optimizer=self.optimizer
+            self.model, folder / "positions.jsonl", unit="epoch", optimizer=self.optimizer
         )
         if (folder / "state.pt").exists():
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)

@@ -102,9 +102,8 @@ class Epochs:
         self.positions = positions
         self.repulsive_loss_from = options.repulsive_loss_from
         self.repels = False
-        self.tracker = None
-        if options.track is not None:
-            self.tracker = tuning.PositionTracker(model, options.track)
+        self.track = options.track
+        self.tracker: tuning.PositionTracker | None = None
 
     def train_one_epoch(self, epoch: int, *args: Any, **kwargs: Any) -> Any:
         if self.repulsive_loss_from is not None:
@@ -113,9 +112,12 @@ class Epochs:
             if os.environ.get("RANK", "0") == "0":
                 state = "on" if self.repels else "off"
                 logging.info(f"epoch {epoch}: repulsive loss {loss:.3g}, {state}")
+        if self.track is not None and self.tracker is None:
+            self.tracker = tuning.PositionTracker(self.model, self.track, unit="epoch")
+            self.tracker.update(epoch)  # number of epochs so far; the next speed is from here
         result = self.train(epoch, *args, **kwargs)
         if self.tracker is not None:
-            self.tracker.update(epoch)
+            self.tracker.update(epoch + 1)
         return result
 
     def repel(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -153,7 +155,10 @@ def parse_arguments() -> argparse.Namespace:
         help="epoch from which the square of the repulsive loss is added",
     )
     parser.add_argument(
-        "--track", type=Path, metavar="FILE", help="record the positions after every epoch"
+        "--track",
+        type=Path,
+        metavar="FILE",
+        help="record the positions at the start and after every epoch",
     )
     parser.add_argument("script", type=Path, help="timm's train.py, from its repository")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

@@ -101,6 +101,7 @@ def test_steps_equal_those_with_clamping_and_the_repulsive_loss_added_to_the_los
     groups = partial(tuning.param_groups, weight_decay=0.05)
     plain = create_optimizer_v2(reference, **options, param_group_fn=groups)
     model = at_the_border()
+    first_record = tuning.PositionTracker(model, unit="epoch").update(0)
     track = tmp_path / "positions.jsonl"
     optimizer = creating(repulsive_loss_from=1, track=track)(model, **options)
     is_fused = "fused" in options
@@ -116,7 +117,9 @@ def test_steps_equal_those_with_clamping_and_the_repulsive_loss_added_to_the_los
         script.train_one_epoch(epoch, model, optimizer=optimizer, scaler=scalers[1])
         for positions in timm_train.positions_of(model):
             assert positions.abs().max() <= 4
+    records = tuning.read_track(track)
+    assert [(record.step, record.unit) for record in records] == [(n, "epoch") for n in range(4)]
+    assert records[0] == first_record
     expected = dict(reference.named_parameters())
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=FLOAT64_ATOL)
-    assert [record.step for record in tuning.read_track(track)] == [0, 1, 2]

@@ -9,9 +9,10 @@ import typer
 from ..cli import console, options
 from ..errors import DclsConvertError
 from ..file_checks import check_file
+from ..options import PICTURE_WIDTH
 
 if TYPE_CHECKING:
-    from ..tuning.tracker import TrackRecord
+    from ..views.history import Training
 
 PICTURES = "Pictures"  # a group of options in --help
 
@@ -31,12 +32,22 @@ Picture = Annotated[
         rich_help_panel=PICTURES,
     ),
 ]
+Width = Annotated[
+    float | None,
+    typer.Option(
+        metavar="INCHES",
+        min=3,
+        max=20,
+        help=f"Width of the picture (default: {PICTURE_WIDTH}; a column of a paper: 3.3).",
+        rich_help_panel=PICTURES,
+    ),
+]
 History = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
         metavar="positions.jsonl",
         help="File that a PositionTracker wrote during training; its curves are added to the "
-        "picture.",
+        "picture. Repeat it to compare trainings.",
         rich_help_panel=PICTURES,
     ),
 ]
@@ -56,6 +67,7 @@ def inspect(
     json_: options.Json = False,
     plan: PlanAsJson = False,
     picture: Picture = None,
+    width: Width = None,
     history: History = None,
     force: options.Force = False,
     quiet: options.Quiet = False,
@@ -63,15 +75,15 @@ def inspect(
     """Show where a network's elements are: at the border, overlapping, far from the centre."""
     if plan and picture is not None:
         raise DclsConvertError("--plan prints the plan alone; omit --picture")
-    if history is not None and picture is None:
-        raise DclsConvertError("--history needs a file to draw it into: add --picture FILE.png")
+    if picture is None and (history or width is not None):
+        raise DclsConvertError("--history and --width need a file to draw: add --picture FILE.png")
     if plan:
         _print_plan(folder)
         return
     from ..output import check_output_path, check_picture, new_output, why_not_a_file
 
-    if history is not None:
-        check_file(history, "history")
+    for path in history or ():
+        check_file(path, "history")
     if picture is not None:
         check_picture(picture)
         check_output_path(picture, force=force, why_keep=why_not_a_file)
@@ -82,11 +94,11 @@ def inspect(
         from ..views.inspection import inspection_view
 
         opened = open_folder(folder)
-        records: Sequence[TrackRecord] = ()
-        if history is not None:
-            from ..views.history import read_history
+        trainings: Sequence[Training] = ()
+        if history:
+            from ..views.history import read_trainings
 
-            records = read_history(history, plan_with_positions(opened))
+            trainings = read_trainings(history, plan_with_positions(opened))
         state = read_state(opened)
         start = None if since is None else open_folder(since)
         inspection = inspect_state(opened, state, start)
@@ -95,7 +107,9 @@ def inspect(
 
             notify("drawing")
             with new_output(picture, force=force, why_keep=why_not_a_file) as partial:
-                partial.write_bytes(draw(opened.plan, state, picture.suffix, records))
+                partial.write_bytes(
+                    draw(opened.plan, state, picture.suffix, trainings, width or PICTURE_WIDTH)
+                )
     if json_:
         console.write(inspection.to_json())
     elif quiet:

@@ -3,9 +3,10 @@
 import math
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
@@ -27,6 +28,7 @@ from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import STRICT, Record, adapter
 from ..text import one_line
 
+Unit = Literal["step", "epoch"]  # what the numbers of records count
 Cells = Annotated[float, Field(ge=0, le=1e40)]  # the limit is beyond the range of float32
 Share = Annotated[float, Field(ge=0, le=1)]
 Ratio = Annotated[float, Field(ge=0)]
@@ -36,10 +38,10 @@ RATIO_TOLERANCE = 0.01  # relative; a smaller fall of the ratio is rounding
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedPositions:
-    """One positions tensor at one step. A value that is not finite is recorded as None."""
+    """One positions tensor at one step or epoch. A value that is not finite is recorded as None."""
 
-    # Mean distance that a coordinate moved since the tracker's last record, in cells per step. None
-    # in the first record of a tracker.
+    # Mean distance that a coordinate moved since the tracker's last record, in cells per step or
+    # epoch. None in the first record of a tracker.
     speed: Cells | None
     border_share: Share  # share of elements at the border; if large, the window is too small
     # Root mean square of the coordinates from the kernel's centre, in cells; where a window grows
@@ -53,19 +55,23 @@ class TrackedPositions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackRecord(Record):
-    """All positions tensors of a model at one step; in a file, one line of JSON."""
+    """All positions tensors of a model at one step or epoch; in a file, one line of JSON."""
 
     __pydantic_config__ = STRICT
 
-    step: Step
+    step: Step  # number of the step or epoch
+    unit: Unit = "step"  # old records do not state it
     positions: dict[str, TrackedPositions]  # by parameter name, without prefixes of wrappers
 
 
 class PositionTracker:
     """Records where a model's elements are during training, and how fast they move.
 
-        tracker = tuning.PositionTracker(model, "positions.jsonl", optimizer=optimizer)
-        for epoch in range(epochs):
+        tracker = tuning.PositionTracker(
+            model, "positions.jsonl", unit="epoch", optimizer=optimizer
+        )
+        tracker.update(0)  # before the training
+        for epoch in range(1, epochs + 1):
             train(...)
             tracker.update(epoch)
 
@@ -74,9 +80,11 @@ class PositionTracker:
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
         path: File to which every update appends a line; `read_track` reads it.
+        unit: What the numbers count that `update` is given, "step" or "epoch". Records state it,
+            and figures name their axes by it.
         optimizer: If given, records have the learning rate of positions relative to that of the
-            weights. A warning says when it falls, as under a scheduler that sets one rate for all
-            groups.
+            weights. Warnings say if the optimizer does not tell positions from weights, and when
+            the relative rate falls, as under a scheduler that sets one rate for all groups.
 
     Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
     `update` and gets the record, but only rank 0 writes to the file. Under FSDP1, give
@@ -84,6 +92,7 @@ class PositionTracker:
 
     Raises:
         CheckpointError: The file cannot be written.
+        DclsConvertError: `unit` is unknown.
     """
 
     def __init__(
@@ -91,13 +100,17 @@ class PositionTracker:
         model: nn.Module,
         path: str | os.PathLike[str] | None = None,
         *,
+        unit: Unit = "step",
         optimizer: Optimizer | None = None,
     ) -> None:
         check_argument("model", model, nn.Module)
+        if unit not in get_args(Unit):
+            raise DclsConvertError(f"unit={unit!r} must be 'step' or 'epoch'")
         if optimizer is not None:
             check_argument("optimizer", optimizer, Optimizer)
         self.model = model
         self.path = None if path is None else Path(path)
+        self.unit = unit
         self.optimizer = optimizer
         self._highest_ratio = 0.0  # highest so far of each record's lowest `lr_ratio`
         self._has_warned = False
@@ -110,7 +123,7 @@ class PositionTracker:
         """Make a record of the present positions, and append it to the file.
 
         Args:
-            step: Number of the step or epoch; it must increase. Speeds are per unit of `step`.
+            step: Number of the step or epoch; it must increase.
 
         Raises:
             DclsConvertError: `step` is not an integer above the last step.
@@ -126,9 +139,10 @@ class PositionTracker:
                 rate_of |= {id(one): float(group["lr"]) for one in group["params"]}
         rows = {}
         parameters = position_parameters(inside_wrappers(self.model), "positions")
-        imprecise = describe_imprecise(parameters)
-        if imprecise is not None and last is None and is_first_rank():
-            warnings.warn(imprecise, stacklevel=3)  # the caller of `update`; `no_grad` is between
+        if last is None and is_first_rank():
+            for problem in (describe_imprecise(parameters), self._describe_groups(parameters)):
+                if problem is not None:
+                    warnings.warn(problem, stacklevel=3)  # caller of `update`; `no_grad` is between
         for parameter in parameters:
             name = WRAPPER_NAMES.sub("", parameter.name)
             positions: Any = parameter.tensor.detach()  # (A, *C, E)
@@ -144,12 +158,43 @@ class PositionTracker:
             )
             self._last_positions[name] = positions.clone()
         self._last_step = step
-        record = TrackRecord(step=step, positions=rows)
+        record = TrackRecord(step=step, unit=self.unit, positions=rows)
         self._append(adapter(TrackRecord).dump_json(record) + b"\n")
         ratios = [row.lr_ratio for row in rows.values() if row.lr_ratio is not None]
         if ratios and is_first_rank():
             self._warn_if_ratio_fell(min(ratios))
         return record
+
+    def _describe_groups(self, parameters: Iterable[PositionParameter]) -> str | None:
+        """Say if the optimizer does not tell positions from weights, and the cure.
+
+        It does not if positions decay, or if they are in the group of their first layer's weight,
+        as in `AdamW(model.parameters())`. An equal rate in another group is no sign of a mistake:
+        it may be meant (`position_lr_scale=1`), an optimizer may want it (Prodigy), and timm's
+        schedulers apply `lr_scale` only later.
+        """
+        if self.optimizer is None:
+            return None
+        group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
+        for group in self.optimizer.param_groups:
+            group_of |= {id(one): group for one in group["params"]}
+        problems: dict[str, None] = {}  # in order, each once
+        for parameter in parameters:
+            own_group = group_of.get(id(parameter.tensor))
+            if own_group is None or not parameter.tensor.requires_grad:
+                continue
+            first_layer = next(iter(parameter.layers.values()))
+            if own_group is group_of.get(id(first_layer.weight)):
+                problems["learn no faster than weights"] = None
+            decay = float(own_group.get("weight_decay") or 0)
+            if decay > 0:
+                problems[f"decay towards the kernel's centre (weight_decay={decay:g})"] = None
+        if not problems:
+            return None
+        return (
+            f"positions {' and '.join(problems)}; give the optimizer "
+            "tuning.param_groups(model, lr=..., weight_decay=...) instead of model.parameters()"
+        )
 
     def _warn_if_ratio_fell(self, ratio: float) -> None:
         """Warn, once, if positions learn less fast, relative to weights, than in earlier records.
@@ -192,7 +237,8 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
     records from that step on are replaced. An incomplete last line is ignored.
 
     Raises:
-        CheckpointError: The file cannot be read, or a line is not a record; names the line.
+        CheckpointError: The file cannot be read, a line is not a record, or lines count different
+            units; names the line.
     """
     try:
         lines = read_bytes(Path(path)).split(b"\n")
@@ -202,6 +248,11 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
     for number, line in enumerate(lines[:-1], start=1):
         where = f"{path}: line {number} is not a record of a PositionTracker"
         record = TrackRecord.from_json(line, where)
+        if records and record.unit != records[0].unit:
+            raise CheckpointError(
+                f"{path}: line {number} counts {record.unit}s, the lines before it "
+                f"{records[0].unit}s; record each training in a file of its own"
+            )
         while records and records[-1].step >= record.step:
             records.pop()
         records.append(record)

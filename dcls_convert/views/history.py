@@ -1,21 +1,77 @@
-"""The record of a training by a `PositionTracker`, read for the plan of a model."""
+"""Records of trainings by a `PositionTracker`, read for the plan of a model."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from ..errors import CheckpointError
 from ..planning.layer_plan import position_groups
 from ..planning.plan import ConversionPlan
 from ..text import short_list
-from ..tuning.tracker import TrackRecord, read_track
+from ..tuning.tracker import TrackRecord, Unit, read_track
 
 
-def read_history(path: Path, plan: ConversionPlan) -> tuple[TrackRecord, ...]:
-    """Return the records of a training, in the order of the plan's positions.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """The records of one training, with the name that it has among others."""
+
+    name: str
+    records: tuple[TrackRecord, ...]  # at least one; positions are in the order of the plan's
+
+    @property
+    def unit(self) -> Unit:
+        """What `steps` count."""
+        return self.records[0].unit
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the records."""
+        return [record.step for record in self.records]
+
+    def values(self, field: str) -> Tensor:
+        """Return a field of `TrackedPositions` (records, tensors); nan if it is not known."""
+        rows = []
+        for record in self.records:
+            values = [getattr(row, field) for row in record.positions.values()]
+            rows.append([math.nan if value is None else value for value in values])
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+def read_trainings(paths: Sequence[Path], plan: ConversionPlan) -> tuple[Training, ...]:
+    """Read the files of trackers; trainings are named by what differs in their paths.
 
     Raises:
-        CheckpointError: The file has no records, or they are of another model.
+        CheckpointError: A file has no records, they are of another model, or files count different
+            units.
     """
+    trainings: list[Training] = []
+    for path, name in zip(paths, _names_of(paths), strict=True):
+        training = Training(name=name, records=_read_history(path, plan))
+        if trainings and training.unit != trainings[0].unit:
+            raise CheckpointError(
+                f"{path}: counts {training.unit}s, {paths[0]} {trainings[0].unit}s; draw them in "
+                "two pictures"
+            )
+        trainings.append(training)
+    return tuple(trainings)
+
+
+def _names_of(paths: Sequence[Path]) -> list[str]:
+    """Return the parts of the paths without those that all have at the start and at the end."""
+    parts = [list(path.absolute().with_suffix("").parts) for path in paths]
+    for end in (-1, 0):
+        while min(map(len, parts)) > 1 and len({path[end] for path in parts}) == 1:
+            for path in parts:
+                path.pop(end)
+    return ["/".join(path) for path in parts]
+
+
+def _read_history(path: Path, plan: ConversionPlan) -> tuple[TrackRecord, ...]:
+    """Return the records of a training."""
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")

@@ -1,67 +1,92 @@
 """The figure of a folder, drawn by matplotlib (extra `plot`), which is imported late.
 
 Each row shows one positions tensor: where its elements are, and kernels of its first layer with
-their elements. Below, curves show how the elements moved, if there is a record of a training.
+their elements. Below, `curves` show how the elements moved, if there are records of trainings.
 
 Axes: A learnt axes, O output channels, I input channels per group, N drawn kernels, E elements.
 """
 
 import io
-import itertools
-import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..geometry import learnt_axes, position_limits, size_text
+from ..geometry import Pair, learnt_axes, position_limits, size_text
 from ..layers.construction import construct_kernel
+from ..options import PICTURE_WIDTH
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..text import count_text, shortened
+from .curves import Curves
+from .history import Training
+from .layout import CHARACTERS_PER_INCH, FONT_SIZE, LINE, MARGIN, SMALL, add_axes, add_text, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-    from ..tuning.tracker import TrackRecord
+# Inches, in a row.
+TITLES = 0.33  # above panels: the title of the row and those of the panels
+TICKS = 0.24  # numbers below a heat map, and space to the next row
+LEFT = 0.24  # numbers beside a heat map
+GAP = 0.06  # between panels, and before colour bars
+BAR = 0.05  # width of a colour bar
+COUNTS = 0.24  # numbers beside the colour bar of a heat map
+WEIGHTS = 0.45  # numbers beside that of kernels
+BESIDE_PANELS = LEFT + (BAR + COUNTS) + (BAR + WEIGHTS)
+LEAST_WIDTH = 0.64  # of a panel
+LEAST_HEIGHT = 0.3
 
-PANEL_INCHES = 1.3  # width of a panel
-ROW_INCHES = 1.7
-HISTORY_INCHES = 2.8  # height of the curves
+BAR_TITLE_PAD = 5  # points; clears the highest number
+MAX_KERNELS = 5  # in a row
 MAX_TENSORS = 12  # positions tensors; of more, the figure shows some from the first to the last
-MAX_KERNELS = 6  # in a row
 # Odd, so that an element at the centre of a cell is in the middle of a bin.
 BINS_PER_CELL = 3
-STYLE = {"figure.dpi": 120, "font.size": 7, "text.parse_math": False}
+STYLE = {
+    "figure.dpi": 160,
+    "font.size": FONT_SIZE,
+    "axes.labelsize": FONT_SIZE,
+    "axes.linewidth": 0.5,
+    "axes.titlesize": SMALL,
+    "axes.titlepad": 2,
+    "figure.titlesize": FONT_SIZE,
+    "legend.fontsize": FONT_SIZE,
+    "pdf.fonttype": 42,  # TrueType; many conferences refuse the default, Type 3
+    "text.parse_math": False,
+    "xtick.labelsize": SMALL,
+    "xtick.major.size": 2,
+    "xtick.major.width": 0.5,
+    "xtick.major.pad": 2,
+    "ytick.labelsize": SMALL,
+    "ytick.major.size": 2,
+    "ytick.major.width": 0.5,
+    "ytick.major.pad": 2,
+}
 # Metadata, by suffix, that removes the date from the file.
 NO_DATE: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 HASH_SALT = "dcls-convert"  # without a salt, the names inside an SVG are random
-LEGEND = (
-    "Left: all elements, in cells from the centre; darker where there are more; dashed: the old "
-    "kernel.\nRight: the first layer's kernels with the most energy, each on its own scale: blue "
-    "cells are positive, red ones negative.\n"
-    "Dots are elements: black if their weight is positive, else white."
+OLD_KERNEL: dict[str, Any] = {"fill": False, "ec": "C1", "ls": "--", "lw": 0.7}
+HEAT_MAP_LEGEND = (
+    f"Left: number of elements in bins of 1/{BINS_PER_CELL} cell; axes are in cells from the "
+    "centre. Dashed: the old kernel."
 )
-# Fields of a `TrackedPositions`, and their labels.
-CURVES = {
-    "speed": "speed (cells per step)",
-    "spread": "spread (cells)",
-    "border_share": "share at the border",
-}
-LINE_STYLES = ("-", "--", ":")
-LEGEND_COLUMNS = 4
-Item = TypeVar("Item")
+KERNELS_LEGEND = (
+    "Right: kernels of the first layer with the most energy, by output channel{inputs}. Dots are "
+    "their elements, black with a positive weight, white with a negative one."
+)
+VOLUME_LEGEND = "Of three axes, the last two are shown; kernels are summed over the first."
 
 
 def draw(
     plan: ConversionPlan,
     state: Mapping[str, Tensor],
     suffix: str,
-    history: Sequence["TrackRecord"] = (),
+    trainings: Sequence[Training] = (),
+    width: float = PICTURE_WIDTH,
 ) -> bytes:
     """Return the figure as a file in the format of the suffix, such as ".png".
 
@@ -69,7 +94,8 @@ def draw(
         plan: The conversion's plan.
         state: The converted model's state dict; its positions fit the plan.
         suffix: Of the file: .png, .svg or .pdf.
-        history: From `history.read_history`, to be drawn below.
+        trainings: From `history.read_trainings`, to be drawn below.
+        width: In inches. Text has the same size at every width.
 
     Raises:
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
@@ -80,76 +106,115 @@ def draw(
     settings = cast(Any, {"svg.hashsalt": HASH_SALT} | STYLE)
     # matplotlib warns about characters that are missing in the font.
     with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
-        figure = make_figure(plan, state, history)
+        figure = make_figure(plan, state, trainings, width)
         suffix = suffix.lower()
-        metadata = NO_DATE.get(suffix)
-        figure.savefig(file, format=suffix[1:], metadata=metadata, bbox_inches="tight")
+        figure.savefig(file, format=suffix[1:], metadata=NO_DATE.get(suffix))
     return file.getvalue()
 
 
 def make_figure(
-    plan: ConversionPlan, state: Mapping[str, Tensor], history: Sequence["TrackRecord"] = ()
+    plan: ConversionPlan,
+    state: Mapping[str, Tensor],
+    trainings: Sequence[Training] = (),
+    width: float = PICTURE_WIDTH,
 ) -> "Figure":
     """Return the figure; the arguments are those of `draw`."""
     from matplotlib.figure import Figure
 
     groups = position_groups(plan.layers)
-    drawn = _some(groups, MAX_TENSORS)
-    heights = [len(drawn) * ROW_INCHES]
-    if history:
-        heights.append(HISTORY_INCHES)
-    width = (1 + MAX_KERNELS) * PANEL_INCHES
-    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
-    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    rows = parts[0].subfigures(len(drawn), 1, squeeze=False)[:, 0]
-    for row, layers in zip(rows, drawn, strict=True):
-        _draw_row(row, layers, state)
-    legend = LEGEND
-    if len(drawn) < len(groups):
-        legend += f"\n{len(drawn)} of {len(groups)} positions tensors are shown."
-    parts[0].supxlabel(legend, fontsize="medium")
-    if history:
-        _draw_history(parts[1], [first.group_name for first, *_ in groups], history)
+    shown = _some(len(groups))
+    drawn = [groups[index] for index in shown]
+    legend = _legend(drawn, len(groups), width)
+    heights = [TITLES + _panel_size(layers[0], width)[1] + TICKS for layers in drawn]
+    heights.append(LINE * (legend.count("\n") + 2))
+    names = [first.group_name for first, *_ in groups]
+    curves = Curves(names=names, shown=shown, trainings=trainings, width=width)
+    if trainings:
+        heights.append(curves.height)
+    figure = Figure(figsize=(width, sum(heights)))
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights, hspace=0)
+    for part, layers in zip(parts[:, 0], drawn, strict=False):
+        _draw_row(part, layers, state, width)
+    add_text(parts[len(drawn), 0], legend)
+    if trainings:
+        curves.draw(parts[-1, 0])
     return figure
 
 
-def _some(items: Sequence[Item], most: int) -> list[Item]:
-    """Return at most this many items, evenly spaced, with the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+def _some(count: int) -> list[int]:
+    """Return numbers of at most `MAX_TENSORS` items, evenly spaced, with the first and the last."""
+    if count <= MAX_TENSORS:
+        return list(range(count))
+    return [round(number * (count - 1) / (MAX_TENSORS - 1)) for number in range(MAX_TENSORS)]
 
 
-def _draw_row(row: "SubFigure", layers: Sequence[LayerPlan], state: Mapping[str, Tensor]) -> None:
+def _kernels_in_a_row(width: float) -> int:
+    panels = int((width - BESIDE_PANELS) / (LEAST_WIDTH + GAP))
+    return min(max(panels - 1, 1), MAX_KERNELS)
+
+
+def _panel_size(layer: LayerPlan, width: float) -> tuple[float, float]:
+    """Return the width and height of a row's panels in inches. Narrow windows are stretched."""
+    panel_width = (width - BESIDE_PANELS) / (1 + _kernels_in_a_row(width)) - GAP
+    rows, columns = _rows_and_columns(layer.dilated_size)
+    return panel_width, min(max(panel_width * rows / columns, LEAST_HEIGHT), 1.5 * panel_width)
+
+
+def _legend(drawn: Sequence[Sequence[LayerPlan]], groups: int, width: float) -> str:
+    """Return what the rows show, in lines for a figure of this width."""
+    layers = [first for first, *_ in drawn]
+    inputs = ""
+    if any(layer.in_channels > layer.groups for layer in layers):
+        inputs = " and input channel"
+    texts = [HEAT_MAP_LEGEND, KERNELS_LEGEND.format(inputs=inputs)]
+    if any(layer.dims == 3 for layer in layers):
+        texts.append(VOLUME_LEGEND)
+    if len(drawn) < groups:
+        texts.append(f"{len(drawn)} of {groups} positions tensors are shown.")
+    return "\n".join(wrapped(text, width) for text in texts)
+
+
+def _draw_row(
+    row: "SubFigure", layers: Sequence[LayerPlan], state: Mapping[str, Tensor], width: float
+) -> None:
     """Draw where the elements that some layers share are, and kernels of the first layer."""
     first = layers[0]
-    size = size_text(first.dilated_size)
-    row.suptitle(
-        f"{shortened(first.group_name, 50)}: {count_text(first.kernel_count, 'element')} in {size}"
-        f", {count_text(len(layers), 'layer')}",
-        x=0.01,
-        ha="left",
+    counts = (
+        f"{count_text(first.kernel_count, 'element')} in {size_text(first.dilated_size)}, "
+        f"{count_text(len(layers), 'layer')}"
     )
-    panels = row.subplots(1, 1 + MAX_KERNELS)
-    _draw_positions(panels[0], layers, state[first.position_names["positions"]])
-    _draw_kernels(panels[1:], first, state)
+    room = int((width - 2 * MARGIN) * CHARACTERS_PER_INCH) - len(counts)
+    title = f"{shortened(first.group_name, room)}: {counts}"
+    panel_width, height = _panel_size(first, width)
+    add_text(row, title)
+    tensors = {}
+    for attribute, name in first.position_names.items():
+        tensors[attribute] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
+    left = LEFT
+
+    def add_panel(panel_width: float, beside: float) -> "Axes":
+        nonlocal left
+        panel = add_axes(row, left, TICKS, panel_width, height)
+        left += panel_width + beside
+        return panel
+
+    heat_map = add_panel(panel_width, GAP)
+    _draw_positions(heat_map, add_panel(BAR, COUNTS), layers, tensors["positions"])
+    kernels = min(first.out_channels * first.in_channels // first.groups, _kernels_in_a_row(width))
+    panels = [add_panel(panel_width, GAP) for _ in range(kernels)]
+    _draw_kernels(panels, add_panel(BAR, WEIGHTS), first, tensors, _weight_of(first, state))
 
 
-def _draw_positions(axes: "Axes", layers: Sequence[LayerPlan], positions: Tensor) -> None:
-    """Draw a heat map of positions (A, ...), along the last two learnt axes.
-
-    The old kernels are dashed rectangles.
-    """
+def _draw_positions(
+    axes: "Axes", bar_axes: "Axes", layers: Sequence[LayerPlan], positions: Tensor
+) -> None:
+    """Draw a heat map of positions (A, O, I, *dense, E), along the window's last two axes."""
     from matplotlib.colors import PowerNorm
-    from matplotlib.patches import Rectangle
 
-    coordinates = positions.detach().cpu().double().flatten(1)
-    if len(coordinates) == 1:
-        coordinates = torch.cat([torch.zeros_like(coordinates), coordinates])
-    rows, columns = coordinates[-2:].numpy()
-    height, width = _rows_and_columns(layers[0].learnt_size)
+    rows, columns = _element_coordinates(layers[0], positions.flatten(1, 2)).flatten(1).numpy()
+    height, width = _rows_and_columns(layers[0].dilated_size)
     left, right, bottom, top = _limits(height, width)
-    axes.hist2d(
+    counts, _, _, mesh = axes.hist2d(
         columns,
         rows,
         bins=(width * BINS_PER_CELL, height * BINS_PER_CELL),
@@ -158,13 +223,31 @@ def _draw_positions(axes: "Axes", layers: Sequence[LayerPlan], positions: Tensor
         norm=PowerNorm(0.5, vmin=0),
         rasterized=True,
     )
-    axes.set(aspect="equal", ylim=(bottom, top))
-    axes.locator_params(nbins=5, integer=True, min_n_ticks=1)
-    for old_limits in dict.fromkeys(tuple(layer.old_limits) for layer in layers):
-        (top, bottom), (left, right) = ((0, 0), *old_limits)[-2:]
+    ticks = [sorted({*position_limits(side), 0}) for side in (width, height)]
+    axes.set(ylim=(bottom, top), xticks=ticks[0], yticks=ticks[1])
+    _draw_old_kernels(axes, layers)
+    most = int(counts.max())
+    # On this scale, a quarter is in the middle.
+    axes.figure.colorbar(mesh, cax=bar_axes, ticks=sorted({0, most // 4, most}))
+    bar_axes.set_title("elements", pad=BAR_TITLE_PAD)
+
+
+def _draw_old_kernels(axes: "Axes", layers: Sequence[LayerPlan]) -> None:
+    """Draw the outline of the old kernels' cells, once if they are the same."""
+    from matplotlib.patches import Rectangle
+
+    for (top, bottom), (left, right) in dict.fromkeys(map(_old_limits, layers)):
         corner = (left - 0.5, top - 0.5)
-        size = (right - left + 1, bottom - top + 1)
-        axes.add_patch(Rectangle(corner, *size, fill=False, ec="C1", ls="--"))
+        axes.add_patch(Rectangle(corner, right - left + 1, bottom - top + 1, **OLD_KERNEL))
+
+
+def _old_limits(layer: LayerPlan) -> tuple[Pair, Pair]:
+    """Return the old kernel's first and last row, and first and last column."""
+    limits = [(0, 0), *map(position_limits, layer.dilated_size)]  # first: row of one axis
+    for axis, old_limits in zip(layer.learnt_axes, layer.old_limits, strict=True):
+        limits[1 + axis] = old_limits
+    rows, columns = limits[-2:]
+    return rows, columns
 
 
 def _rows_and_columns(size: Sequence[int]) -> tuple[int, int]:
@@ -180,12 +263,22 @@ def _limits(rows: int, columns: int) -> tuple[float, float, float, float]:
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
-def _draw_kernels(panels: Sequence["Axes"], layer: LayerPlan, state: Mapping[str, Tensor]) -> None:
-    """Draw the kernels of a layer with the most energy, and dots for their elements."""
-    weight = _weight_of(layer, state)  # (O, I, *dense, E)
-    tensors = {}
-    for attribute, name in layer.position_names.items():
-        tensors[attribute] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
+def _draw_kernels(
+    panels: Sequence["Axes"],
+    bar_axes: "Axes",
+    layer: LayerPlan,
+    tensors: Mapping[str, Tensor],
+    weight: Tensor,
+) -> None:
+    """Draw the kernels of a layer with the most energy, and dots for their elements.
+
+    Args:
+        panels: For one kernel each.
+        bar_axes: For the colour bar.
+        layer: The layer's plan.
+        tensors: Its positions and, if any, sigmas: (A, O, I, *dense, E).
+        weight: (O, I, *dense, E).
+    """
     kernels = construct_kernel(
         weight,
         tensors["positions"],
@@ -198,15 +291,28 @@ def _draw_kernels(panels: Sequence["Axes"], layer: LayerPlan, state: Mapping[str
     strongest = energies.argsort(descending=True, stable=True)[: len(panels)]  # (N,)
     coordinates = _element_coordinates(layer, tensors["positions"].flatten(1, 2)[:, strongest])
     weights = weight.flatten(0, 1)[strongest].flatten(1)  # (N, elements)
-    for panel in panels:
+    # Kernels of three axes are summed over the first.
+    size = _rows_and_columns(layer.dilated_size)
+    cells = kernels[strongest].reshape(len(strongest), -1, *size).sum(1)  # (N, rows, columns)
+    largest = float(cells.abs().max()) or 1.0
+    for index, panel in enumerate(panels):
         panel.set(xticks=[], yticks=[])
-    for panel in panels[len(strongest) :]:
-        panel.set_axis_off()
-    for index, panel in enumerate(panels[: len(strongest)]):
-        kernel = kernels[strongest[index]]
-        # Kernels of three axes are summed over the first.
-        cells = kernel.reshape(-1, *_rows_and_columns(kernel.shape)).sum(0)  # (rows, columns)
-        _draw_kernel(panel, cells, coordinates[:, index], weights[index])
+        panel.set_title(_channels(layer, int(strongest[index])))
+        image = _draw_kernel(panel, cells[index], largest, coordinates[:, index], weights[index])
+        _draw_old_kernels(panel, [layer])
+    ticks = [-largest, 0, largest]
+    bar_axes.figure.colorbar(image, cax=bar_axes, ticks=ticks, format="{x:.2g}")
+    bar_axes.set_title("weight", pad=BAR_TITLE_PAD)
+
+
+def _channels(layer: LayerPlan, kernel: int) -> str:
+    """Return the channels of a kernel (its number in O * I), counted from 0 over all groups."""
+    inputs = layer.in_channels // layer.groups
+    output, place = divmod(kernel, inputs)
+    if layer.in_channels == layer.groups:
+        return f"out {output}"
+    group = output // (layer.out_channels // layer.groups)
+    return f"out {output}, in {group * inputs + place}"
 
 
 def _weight_of(layer: LayerPlan, state: Mapping[str, Tensor]) -> Tensor:
@@ -242,46 +348,18 @@ def _element_coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
     return coordinates[-2:].flatten(2)
 
 
-def _draw_kernel(axes: "Axes", cells: Tensor, coordinates: Tensor, weights: Tensor) -> None:
-    """Draw a kernel's cells (rows, columns), with dots at its elements (2, elements)."""
-    largest = float(cells.abs().max()) or 1.0
+def _draw_kernel(
+    axes: "Axes", cells: Tensor, largest: float, coordinates: Tensor, weights: Tensor
+) -> Any:
+    """Draw a kernel's cells (rows, columns), with dots at its elements (2, elements).
+
+    The colours end at plus and minus `largest`. Returns the image of the cells.
+    """
     limits = _limits(*cells.shape)
-    axes.imshow(cells.numpy(), extent=limits, cmap="RdBu", vmin=-largest, vmax=largest)
+    image = axes.imshow(
+        cells.numpy(), extent=limits, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto"
+    )
     rows, columns = coordinates.numpy()
     colours: dict[str, Any] = {"c": (weights > 0).numpy(), "cmap": "gray_r", "vmin": 0, "vmax": 1}
-    axes.scatter(columns, rows, s=4, edgecolors="black", linewidths=0.4, **colours)
-
-
-def _draw_history(
-    part: "SubFigure", names: Sequence[str], records: Sequence["TrackRecord"]
-) -> None:
-    """Draw speed, spread and border share over the steps.
-
-    Args:
-        part: The part of the figure to draw on.
-        names: Of the positions tensors, in the order of the records.
-        records: At least one.
-    """
-    import matplotlib
-
-    steps = [record.step for record in records]
-    rows_of_steps = [list(record.positions.values()) for record in records]
-    # From dark, the first layers, to light. The lightest shades are left out.
-    shades = torch.linspace(0, 0.85, len(names))
-    colours = matplotlib.colormaps["viridis"](shades.numpy())
-    panels = part.subplots(1, len(CURVES))
-    for panel, (field, label) in zip(panels, CURVES.items(), strict=True):
-        styles = itertools.cycle(LINE_STYLES)
-        for index, (name, colour, style) in enumerate(zip(names, colours, styles, strict=False)):
-            heights = []
-            for rows in rows_of_steps:
-                height = getattr(rows[index], field)
-                heights.append(math.nan if height is None else height)
-            # With points, since no line leads to a known value between unknown ones.
-            points = {"marker": ".", "markersize": 4}
-            panel.plot(steps, heights, style, color=colour, label=shortened(name, 30), **points)
-        panel.set(xlabel="step", ylabel=label)
-        panel.locator_params(axis="x", integer=True, min_n_ticks=1)
-        panel.update_datalim([(steps[0], 0)])  # so that the margin is a share of 0 to top
-        panel.set_ylim(bottom=0)
-    part.legend(handles=panels[0].lines, loc="outside lower center", ncols=LEGEND_COLUMNS)
+    axes.scatter(columns, rows, s=3, edgecolors="black", linewidths=0.3, **colours)
+    return image

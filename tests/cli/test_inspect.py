@@ -28,7 +28,9 @@ REFUSED = {
     "--picture mine.png": "output mine.png already exists; name another",
     "--picture x.gif": "--picture x.gif must end in .png, .svg, .pdf",
     "--picture x.png --plan": "--plan prints the plan alone; omit --picture",
-    "--history mine.png": "--history needs a file to draw it into: add --picture FILE.png",
+    "--history mine.png": "--history and --width need a file to draw: add --picture FILE.png",
+    "--width 4": "--history and --width need a file to draw: add --picture FILE.png",
+    "--picture x.png --width 2": "Invalid value for '--width'",
     "--picture x.png --history mine.png": "mine.png: line 1 is not a record of a PositionTracker",
 }
 
@@ -53,15 +55,17 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch):
 def test_a_picture_shows_the_record_of_a_training_and_needs_no_model(
     checkpoint, tmp_path, monkeypatch
 ):
-    tracker = PositionTracker(load_converted(checkpoint), "positions.jsonl")
-    for step in range(3):
-        tracker.update(step)
+    for run_name in ("one", "two"):
+        tracker = PositionTracker(load_converted(checkpoint), f"{run_name}.jsonl", unit="epoch")
+        for epoch in range(3):
+            tracker.update(epoch)
     monkeypatch.setattr("timm.create_model", None)
     run("inspect", checkpoint, "--picture", "without.svg")
-    history = ("--history", "positions.jsonl", "--quiet")
-    assert run("inspect", checkpoint, "--picture", "with.svg", *history) == ("with.svg\n", "")
-    assert "share at the border" not in (tmp_path / "without.svg").read_text()
-    assert "share at the border" in (tmp_path / "with.svg").read_text()
+    options = "--picture with.svg --width 3.3 --history one.jsonl --history two.jsonl --quiet"
+    assert run("inspect", checkpoint, *options.split()) == ("with.svg\n", "")
+    assert "<!-- epoch -->" not in (tmp_path / "without.svg").read_text()
+    drawn = (tmp_path / "with.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("epoch", "one", "two"))
 
 
 def test_a_folder_and_its_card_have_the_picture_until_it_is_replaced(tmp_path):

@@ -180,7 +180,7 @@ def test_positions_move_in_every_run_and_are_recorded(runs, prepared, names, siz
     for before, after in itertools.pairwise(states):
         assert all(not torch.equal(before[key], after[key]) for key in keys)
     track = tuning.read_track(prepared / f"test_{size.partition('-')[0]}.jsonl")
-    assert [record.step for record in track] == list(range(2 * len(names)))
+    assert [record.step for record in track] == list(range(2 * len(names) + 1))
 
 
 def test_the_average_loads_in_timm_and_becomes_a_folder(runs, prepared, tmp_path):

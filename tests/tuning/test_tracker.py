@@ -1,9 +1,13 @@
-"""Records of positions in training: their contents, and reading them back."""
+"""Records of positions in training: their contents, warnings about optimizers, and reading them
+back.
+"""
 
+import json
 import math
 
 import pytest
 import torch
+from timm.optim import create_optimizer_v2
 from torch import nn
 
 import dcls_convert
@@ -11,6 +15,8 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.position_parameters import position_parameters
 from dcls_convert.layers.position_statistics import border_share
+
+from .models import converted
 
 
 @pytest.fixture
@@ -94,6 +100,77 @@ def test_a_scheduler_that_sets_one_rate_for_all_groups_is_warned_of_once(model):
     assert lr_ratios(tracker, 2) == [1, 1]
 
 
+def at_all_parameters(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def without_decay(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_the_default_decay(model):
+    """Positions have a group of their own, but AdamW decays every group."""
+    names = tuning.no_weight_decay(model)
+    positions = [model.get_parameter(name) for name in names]
+    weights = [one for name, one in model.named_parameters() if name not in names]
+    return torch.optim.AdamW([{"params": weights}, {"params": positions, "lr": 5e-3}])
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            at_all_parameters,
+            "learn no faster than weights and decay towards the kernel's centre "
+            "(weight_decay=0.01)",
+        ),
+        (without_decay, "learn no faster than weights"),
+        (with_the_default_decay, "decay towards the kernel's centre (weight_decay=0.01)"),
+    ],
+)
+def test_the_first_record_warns_of_an_optimizer_that_treats_positions_like_weights(make, problem):
+    model = converted("tied")
+    tracker = tuning.PositionTracker(model, optimizer=make(model))
+    with pytest.warns(UserWarning, match="^positions ") as caught:
+        tracker.update(0)
+    assert [str(warning.message) for warning in caught] == [
+        f"positions {problem}; give the optimizer tuning.param_groups(model, lr=..., "
+        "weight_decay=...) instead of model.parameters()"
+    ]
+    assert caught[0].filename == __file__
+    tracker.update(1)
+
+
+def groups_with_one_rate(model):
+    """As docs/training.md has it for Prodigy and D-Adaptation."""
+    return torch.optim.AdamW(tuning.param_groups(model), lr=1.0)
+
+
+def frozen_positions(model):
+    for name in tuning.no_weight_decay(model):
+        model.get_parameter(name).requires_grad_(False)
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.AdamW(tuning.param_groups(model, lr=1e-3)),
+        lambda model: torch.optim.AdamW(
+            tuning.param_groups(model, lr=1e-3, position_lr_scale=1.0, weight_decay=0.0)
+        ),
+        lambda model: create_optimizer_v2(model, lr=1e-3, weight_decay=0.05),
+        lambda model: create_optimizer_v2(model, lr=1e-3, weight_decay=0.05, layer_decay=0.7),
+        lambda model: create_optimizer_v2(model, lr=1e-3, param_group_fn=tuning.param_groups),
+        groups_with_one_rate,
+        frozen_positions,
+    ],
+)
+def test_documented_optimizers_are_not_warned_of(make):
+    model = converted("tied")
+    tuning.PositionTracker(model, optimizer=make(model)).update(0)
+
+
 def test_records_are_read_back_as_written(model, tmp_path):
     path = tmp_path / "track.jsonl"
     tracker = tuning.PositionTracker(model, path)
@@ -113,6 +190,24 @@ def test_a_resumed_run_replaces_the_records_of_the_steps_that_come_again(model, 
     killed = run(model, range(6), tuning.PositionTracker(model, path))
     resumed = run(model, [3, 4], tuning.PositionTracker(model, path))  # from the state of step 2
     assert tuning.read_track(path) == (*killed[:3], *resumed)
+
+
+def test_a_record_states_its_unit_and_those_of_a_file_agree(model, tmp_path):
+    path = tmp_path / "track.jsonl"
+    run(model, range(2), tuning.PositionTracker(model, path, unit="epoch"))
+    assert {record.unit for record in tuning.read_track(path)} == {"epoch"}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        del line["unit"]
+    old = tmp_path / "old.jsonl"
+    old.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert {record.unit for record in tuning.read_track(old)} == {"step"}
+    run(model, [2], tuning.PositionTracker(model, path))
+    message = r"track\.jsonl: line 3 counts steps, the lines before it epochs; record each training"
+    with pytest.raises(dcls_convert.CheckpointError, match=message):
+        tuning.read_track(path)
+    with pytest.raises(dcls_convert.DclsConvertError, match=r"unit='hour' must be 'step' or 'epo"):
+        tuning.PositionTracker(model, unit="hour")
 
 
 def test_errors_name_the_file_that_cannot_be_read_or_written(model, tmp_path):

@@ -1,5 +1,5 @@
-"""The figure: its heat maps count every element, its kernels are the layer's own, and it is a file
-in each format.
+"""The figure: its heat maps count every element, its kernels are the layer's own and are named by
+their channels, and it is a file in each format.
 """
 
 import functools
@@ -59,13 +59,23 @@ def model_and_plan(name):
 
 
 def rows_of(model, plan):
-    return make_figure(plan, model.state_dict()).subfigs[0].subfigs
+    return make_figure(plan, model.state_dict()).subfigs[:-1]  # the last has the legend
 
 
 def heat_map(row):
     """The numbers of elements in a row of the figure: (rows, columns)."""
     (mesh,) = row.axes[0].collections
     return torch.as_tensor(mesh.get_array().filled(0))
+
+
+def kernel_panels(row):
+    """The panels of a row that show a kernel."""
+    return [panel for panel in row.axes if panel.images]
+
+
+def cells_of(panel):
+    """The cells of the kernel that a panel shows: (rows, columns)."""
+    return torch.as_tensor(panel.images[0].get_array().data)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,9 +89,8 @@ def test_a_row_shows_all_elements_and_the_kernels_with_the_most_energy(name):
         strongest = energies.topk(min(MAX_KERNELS, len(kernels))).indices
         size = (1, *kernels.shape[1:])[-2:]
         planes = kernels.reshape(len(kernels), -1, *size).sum(1)
-        panels = [panel for panel in row.axes[1:] if panel.images]
-        for panel, index in zip(panels, strongest, strict=True):
-            cells = torch.as_tensor(panel.images[0].get_array().data)
+        for panel, index in zip(kernel_panels(row), strongest, strict=True):
+            cells = cells_of(panel)
             torch.testing.assert_close(cells, planes[index], rtol=0, atol=FLOAT32_ATOL)
             (dots,) = panel.collections
             weights = layer.weight.detach().flatten(0, 1)[index].flatten()
@@ -117,9 +126,49 @@ def test_elements_are_counted_where_they_are():
 )
 def test_the_old_kernel_is_drawn_where_it_lies(rule, size, rows, columns):
     model, plan = convert_module(depthwise(), (4, 16, 16), size, rule)
-    (old,) = rows_of(model, plan)[0].axes[0].patches
-    assert (old.get_y(), old.get_y() + old.get_height()) == rows
-    assert (old.get_x(), old.get_x() + old.get_width()) == columns
+    row = rows_of(model, plan)[0]
+    for panel in (row.axes[0], *kernel_panels(row)):
+        (old,) = panel.patches  # once, though two layers share the positions
+        assert (old.get_y(), old.get_y() + old.get_height()) == rows
+        assert (old.get_x(), old.get_x() + old.get_width()) == columns
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_kernels_are_named_by_their_channels(groups):
+    model, plan = convert_module(
+        nn.Sequential(nn.Conv2d(6, 12, 3, padding=1, groups=groups)), (6, 16, 16), 7
+    )
+    kernels = {}
+    for output, of_output in enumerate(model[0].kernel().detach()):  # (6 / groups, 7, 7)
+        group = output // (12 // groups)
+        for place, kernel in enumerate(of_output):
+            title = f"out {output}, in {group * len(of_output) + place}"
+            kernels[title if groups < 6 else f"out {output}"] = kernel
+    panels = kernel_panels(rows_of(model, plan)[0])
+    assert len({panel.get_title() for panel in panels}) == MAX_KERNELS
+    for panel in panels:
+        expected = kernels[panel.get_title()]
+        torch.testing.assert_close(cells_of(panel), expected, rtol=0, atol=FLOAT32_ATOL)
+
+
+def test_the_colours_of_a_row_mean_the_same_in_all_its_kernels():
+    model, plan = model_and_plan("tied")
+    for row in rows_of(model, plan):
+        panels = kernel_panels(row)
+        ((low, high),) = {panel.images[0].get_clim() for panel in panels}
+        assert -low == high == torch.stack([*map(cells_of, panels)]).abs().max()
+        (bar,) = [axes for axes in row.axes if axes.get_title() == "weight"]
+        assert bar.get_ylim() == (low, high)
+
+
+@pytest.mark.parametrize(("width", "kernels"), [(20, 4), (6.75, 4), (3.3, 2), (3, 1)])
+def test_there_are_as_many_panels_as_fit_and_none_is_empty(width, kernels):
+    model, plan = convert_module(depthwise(), (4, 16, 16), 9)
+    figure = make_figure(plan, model.state_dict(), width=width)
+    assert figure.get_figwidth() == width
+    row = figure.subfigs[0]
+    assert len(kernel_panels(row)) == kernels
+    assert len(row.axes) == kernels + 3  # a heat map and two colour bars
 
 
 @pytest.mark.parametrize("suffix", [".PNG", ".svg", ".pdf"])
