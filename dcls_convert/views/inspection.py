@@ -48,9 +48,9 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     larger = shlex.join(
         ["dcls-convert", str(inspection.folder), "--dilated-size", _larger_size(rows)]
     )
+    parts.append(indented("A larger window for the same elements:"))
     # Never wrapped, so that it can be copied.
-    larger_window = f" A larger window for the same elements: {printable(larger)}"
-    parts.append(Text(larger_window, no_wrap=True, overflow="ignore"))
+    parts.append(Text(f"     {printable(larger)}", no_wrap=True, overflow="ignore"))
     if inspection.provenance is not None:
         parts += [Text(), Text(" Conversion:", style="bold")]
         parts += map(indented, provenance_lines(inspection.provenance))
