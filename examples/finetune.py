@@ -7,8 +7,9 @@
     # In several processes; --fsdp shards the model
     torchrun --nproc_per_node 8 examples/finetune.py convnext_tiny-dcls17 --data flowers
 
-The best epoch is chosen by the images in val, so its accuracy there is optimistic. If there is a
-flowers/test with the same class folders, the best epoch is tested on it at the end.
+Without train and val, every fifth image is held out. The best epoch is chosen by the images that
+are held out, so its accuracy on them is optimistic. If there is a flowers/test beside train, with
+the same class folders, the best epoch is tested on it at the end.
 
 The output folder gets `best`, which timm loads as "local-dir:FOLDER/best", and which states the
 input size, the normalisation and the names of the classes; `history.json`; `positions.jsonl`, which
@@ -57,13 +58,12 @@ DCLS = (DclsConv1d, DclsConv2d, DclsConv3d)
 # Prefixes of hidden files and of folders that operating systems create; in lower case.
 NO_DATA = (".", "#recycle", "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume")
 HELD_OUT_EVERY = 5  # one of so many images is held out if there are no train and val
-MANY_TIMES = 4  # as many pixels, or as few: worth a line
+MANY_TIMES = 4  # resizing to so many times more or fewer pixels is said
 MAX_SEED = 4_000_000  # times 1000, plus the epoch: at most 32 bits, for numpy
 LARGEST_GRADIENT = 1.0  # gradients are clipped to this norm
 TEMPERATURE = 4.0  # divides the outputs of model and teacher (Hinton et al., arXiv:1503.02531)
-WHOLE = checkpoint.StateDictOptions(
-    full_state_dict=True, cpu_offload=True
-)  # gathered from all processes
+# Gathered from all processes.
+WHOLE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)
 AUGMENTATIONS: dict[str, dict[str, Any]] = {  # arguments of timm's create_transform
     "none": {"no_aug": True},
     "light": {"scale": (0.35, 1.0)},
@@ -254,7 +254,7 @@ def read_sizes(images: Sequence[ImageDataset], accelerator: Accelerator) -> list
             damaged.append(path)
     if damaged:
         names = ", ".join(damaged[:5])
-        raise DclsConvertError(f"--data: {len(damaged)} files are damaged or no images: {names}")
+        raise DclsConvertError(f"--data: {len(damaged)} files cannot be read as images: {names}")
     return sizes
 
 

@@ -227,7 +227,7 @@ COMPARE = "compare.py test_convnext --data digits "
         (FINETUNE + "--output text", ".*File exists: 'text'"),
         (FINETUNE + "--fsdp", "--fsdp: .* start it with torchrun"),
         (FINETUNE + "--data nothing", "--data nothing: Found 0 images"),
-        (FINETUNE + "--data damaged", "--data: 2 files are damaged or no images: damaged/0/"),
+        (FINETUNE + "--data damaged", "--data: 2 files cannot be read as images: damaged/0/"),
         (COMPARE + "--sizes 9-kernel-uniform", "--sizes 9-kernel-uniform: these words exclude"),
         (COMPARE + "--sizes 9 --input-size 1x32x32", "--input-size: 1x32x32 does not fit"),
         ("compare.py local-dir:digits --data digits", "digits: is a folder; give a name"),
