@@ -17,7 +17,8 @@ A size may have words behind it: 17-kernel or 17-uniform (where elements start),
 
 OUTPUT/runs.jsonl gets a line for each finished run. Started again, the script trains what is
 missing, and a run that was killed continues after its last full epoch. The answer is printed at
-the end, from all runs in the file.
+the end, from all runs in the file. It is about the last epoch, on the images that are held out:
+they choose no epoch, so it is not optimistic. DATA/test is not used; finetune.py tests with it.
 
 State the number of seeds beforehand. If you add seeds until something shows, you find differences
 where there are none.
@@ -40,13 +41,16 @@ from typing import Any
 import finetune
 import numpy as np
 import torch
-from accelerate import Accelerator
-from scipy import optimize, stats
 from timm.data import ImageDataset
 from torch import nn
 
 import dcls_convert
 from dcls_convert import DclsConvertError
+
+try:
+    from scipy import optimize, stats
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}; in the clone: pip install '.[train]'") from None
 
 ORIGINAL = "original"
 LEVEL = 0.05  # chance that a comparison claims a difference where there is none
@@ -74,12 +78,15 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a name of timm's, or MODULE:FUNCTION")
-    parser.add_argument("--sizes", default="17", help="windows, such as 13,17,17-kernel or +4")
-    parser.add_argument("--seeds", type=finetune.positive, default=5)
-    parser.add_argument("--only", metavar="NETWORK:SEED", help="train one run, as --list names it")
-    parser.add_argument("--list", action="store_true", help="print NETWORK:SEED of all runs")
-    parser.add_argument("--output", type=Path, help="folder; default: MODEL-compared")
+    add = parser.add_argument
+    add("model", type=finetune.model_name, help="a name of timm's, or MODULE:FUNCTION")
+    sizes = "windows, such as 13,17,17-kernel or +4; default: %(default)s"
+    add("--sizes", default="17", help=sizes)
+    seeds = "how often each network is trained; default: %(default)s"
+    add("--seeds", type=finetune.number(int, 1, 1000), default=5, help=seeds)
+    add("--only", metavar="NETWORK:SEED", help="train one run, as --list names it; default: all")
+    add("--list", action="store_true", help="print NETWORK:SEED of all runs")
+    add("--output", type=finetune.home_path, help="folder; default: MODEL-compared")
     finetune.add_training_options(parser)
     options = parser.parse_args()
     options.output = options.output or Path(f"{options.model.replace(':', '-')}-compared")
@@ -93,6 +100,8 @@ def check_network(name: str, convs: Any, options: argparse.Namespace) -> None:
     unknown = words - {*STARTS, "frozen", "dense"}
     if unknown:
         raise DclsConvertError(f"--sizes {name}: {unknown.pop()!r} is not a word for a network")
+    if words >= {*STARTS} or ("dense" in words and len(words) > 1):
+        raise DclsConvertError(f"--sizes {name}: these words exclude each other")
     if options.pretrained and words & {*STARTS}:
         raise DclsConvertError(f"--sizes {name}: with --pretrained, trained kernels set the start")
     plan = dcls_convert.plan_conversion(convs, dilated_size=dilated_size(size))
@@ -100,17 +109,18 @@ def check_network(name: str, convs: Any, options: argparse.Namespace) -> None:
         raise DclsConvertError(f"--sizes {name}: no window is larger than its kernel")
 
 
-def check_networks(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Refuse names of networks before anything is trained."""
+def check_networks(names: Sequence[str], options: argparse.Namespace, accelerator: Any) -> None:
+    """Refuse names of networks, and images, before anything is trained."""
     if Path(options.model).is_dir():
         raise DclsConvertError(f"{options.model}: is a folder; give a name of timm's or a function")
-    images, _ = finetune.read_images(options.data)
-    finetune.check_classes(images, options.data)
+    images = finetune.read_images(options.data)[:2]
+    finetune.check_classes(images[0], options.data)
     first = argparse.Namespace(**vars(options) | {"seed": 0})
-    original = build_original(first, len(images.reader.class_to_idx))
+    original = build_original(first, len(images[0].reader.class_to_idx))
     convs = dcls_convert.find_convs(original, options.input_size)
     for name in names:
         check_network(name, convs, options)
+    finetune.check_images(images, [original], options, accelerator)
 
 
 def dilated_size(text: str) -> int | str:
@@ -166,7 +176,7 @@ def calibration_images(
 ) -> torch.Tensor:
     """Return training images without augmentation, evenly spread over the classes."""
     plain = copy.copy(train)
-    finetune.set_transforms_(train, plain, model, options)
+    finetune.set_transforms_([train, plain], model, options)
     step = math.ceil(len(train) / CALIBRATION_IMAGES)
     return torch.stack([plain[index][0] for index in range(0, len(train), step)])
 
@@ -189,14 +199,14 @@ def read_runs(options: argparse.Namespace) -> dict[tuple[str, int], dict[str, An
     return runs
 
 
-def train(name: str, seed: int, options: argparse.Namespace, accelerator: Accelerator) -> None:
+def train(name: str, seed: int, options: argparse.Namespace, accelerator: Any) -> None:
     """Train a network, and append a line to the file of runs."""
     accelerator.free_memory()  # of the last run
     run_options = argparse.Namespace(**vars(options) | {"seed": seed})
     run_options.output = options.output / f"{name}-{seed}"
     for option in OPTIONS_OF_RUNS:
         delattr(run_options, option)
-    images = finetune.read_images(options.data)
+    images = finetune.read_images(options.data)[:2]
     classes = len(images[0].reader.class_to_idx)
     model = build_network(name, classes, images[0], run_options)
     training = finetune.Training(model, images, run_options, accelerator)
@@ -204,13 +214,14 @@ def train(name: str, seed: int, options: argparse.Namespace, accelerator: Accele
     for _ in range(len(training.history), options.epochs):
         training.run_epoch()
         training.save_state()
+    (held_out,) = training.test_loaders
     run = {
         "network": name,
         "seed": seed,
         "params": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.monotonic() - began, 1),  # less if the run was resumed
         "epochs": training.history,
-        "right": "".join(str(int(correct)) for correct in training.test()),
+        "right": "".join(str(int(correct)) for correct in training.test(held_out)),
         "settings": settings_of(options),
     }
     if accelerator.is_main_process:
@@ -360,18 +371,23 @@ def numbers(difference: Difference, p_corrected: float, conversions: int) -> lis
 def warnings(runs: Runs, networks: Sequence[str]) -> list[str]:
     """Return a warning for each pair of networks that are right on exactly the same images."""
     lines = []
+    advice = []
     for first, second in itertools.combinations(networks, 2):
+        seeds = shared_seeds(runs, first, second)
         same = []
-        for seed in shared_seeds(runs, first, second):
-            if runs[first, seed]["right"] == runs[second, seed]["right"]:
+        for seed in seeds:
+            run = runs[first, seed]
+            if run["right"] == runs[second, seed]["right"]:
                 same.append(str(seed))
         if same:
-            pair = f"{first} and {second}"
-            seeds = ", ".join(same)
-            lines.append(f"WARNING: {pair} are right on exactly the same images (seeds {seeds})")
-    if lines:
-        lines.append(WHY_THE_SAME)
-    return lines
+            images = f"the same ones of {len(run['right'])} test images"
+            names = ", ".join(same)
+            lines.append(f"WARNING: {first} and {second} are right on {images} (seeds {names})")
+            settings = run.get("settings", {"model": ""})
+            if len(same) == len(seeds) and "convnext" in settings["model"]:
+                if "ls_init_value" not in settings["model_kwargs"]:
+                    advice = [WHY_THE_SAME]
+    return lines + advice
 
 
 def main() -> None:
@@ -383,8 +399,8 @@ def main() -> None:
         return
     if options.only and options.only not in wanted:
         raise DclsConvertError(f"--only {options.only}: is not one of the runs that --list names")
-    check_networks(networks[1:], options)
     accelerator = finetune.make_accelerator(options)
+    check_networks(networks[1:], options, accelerator)
     finished = read_runs(options)
     for label, (name, seed) in wanted.items():
         if (name, seed) not in finished and options.only in (None, label):
@@ -399,7 +415,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DclsConvertError as error:
-        raise SystemExit(f"error: {error}") from None
+    finetune.run(main)

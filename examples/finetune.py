@@ -7,6 +7,10 @@
     # In several processes; --fsdp shards the model
     torchrun --nproc_per_node 8 examples/finetune.py convnext_tiny-dcls17 --data flowers
 
+Without train and val, every fifth image is held out. The best epoch is chosen by the images that
+are held out, so its accuracy on them is optimistic. If there is a flowers/test beside train, with
+the same class folders, the best epoch is tested on it at the end.
+
 The output folder gets `best`, which timm loads as "local-dir:FOLDER/best", and which states the
 input size, the normalisation and the names of the classes; `history.json`; `positions.jsonl`, which
 `dcls-convert inspect FOLDER/best --history FOLDER/positions.jsonl` draws into a `--picture`; and
@@ -20,13 +24,18 @@ import argparse
 import copy
 import json
 import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast, set_seed
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import load_file
 from timm.data import ImageDataset, create_transform, resolve_data_config
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3, ParseKwargs
@@ -39,15 +48,22 @@ from torch.utils.data import DataLoader
 import dcls_convert
 from dcls_convert import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvertError, tuning
 
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast, set_seed
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}; in the clone: pip install '.[train]'") from None
+
 DCLS = (DclsConv1d, DclsConv2d, DclsConv3d)
 # Prefixes of hidden files and of folders that operating systems create; in lower case.
 NO_DATA = (".", "#recycle", "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume")
-HELD_OUT_EVERY = 5  # one of so many images is a test image if there are no train and val
+HELD_OUT_EVERY = 5  # one of so many images is held out if there are no train and val
+MANY_TIMES = 4  # resizing to so many times more or fewer pixels is said
+MAX_SEED = 4_000_000  # times 1000, plus the epoch: at most 32 bits, for numpy
 LARGEST_GRADIENT = 1.0  # gradients are clipped to this norm
 TEMPERATURE = 4.0  # divides the outputs of model and teacher (Hinton et al., arXiv:1503.02531)
-WHOLE = checkpoint.StateDictOptions(
-    full_state_dict=True, cpu_offload=True
-)  # gathered from all processes
+# Gathered from all processes.
+WHOLE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)
 AUGMENTATIONS: dict[str, dict[str, Any]] = {  # arguments of timm's create_transform
     "none": {"no_aug": True},
     "light": {"scale": (0.35, 1.0)},
@@ -55,32 +71,74 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {  # arguments of timm's create_trans
 }
 
 
-def positive(text: str) -> int:
-    """Read a positive integer."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
+def number(kind: type, least: int, most: int = 10**9) -> Callable[[str], Any]:
+    """Return a function that reads a number in this range, for argparse."""
+
+    def read(text: str) -> Any:
+        if not least <= kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most:,}")
+        return kind(text)
+
+    read.__name__ = kind.__name__  # argparse names it if the text is not a number
+    return read
+
+
+def home_path(text: str) -> Path:
+    """Read a path. The shell does not expand a "~" in quotes."""
+    return Path(os.path.expanduser(text))
+
+
+def model_name(text: str) -> str:
+    """Read a folder, with or without timm's prefix, or another name."""
+    return os.path.expanduser(text.removeprefix("local-dir:"))
+
+
+def key_and_value(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text}: must be KEY=VALUE")
+    return text
+
+
+class InputSize(argparse.Action):
+    """Reads "3 64 64" or "3x64x64"."""
+
+    def __call__(self, parser: Any, options: Any, words: Any, option: str | None = None) -> None:
+        sides = "x".join(words).split("x")
+        if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides):
+            message = "must be channels, rows and columns, such as 3 64 64 or 3x64x64"
+            raise argparse.ArgumentError(self, f"{' '.join(words)}: {message}")
+        options.input_size = [int(side) for side in sides]
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a training, which compare.py has too."""
-    add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder with a folder of images for each class")
-    add("--input-size", type=positive, nargs=3, metavar=("CHANNELS", "ROWS", "COLUMNS"))
-    add("--augmentation", default="light", choices=list(AUGMENTATIONS))
-    add("--hflip", type=float, default=0.5, help="share of the images that are mirrored")
-    add("--workers", type=int, default=0, help="processes that load images")
-    add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE")
-    add("--pretrained", action="store_true", help="start from timm's trained weights")
-    add("--epochs", type=positive, default=10)
-    add("--batch-size", type=positive, default=32, help="images per step and process")
-    add("--lr", type=float, default=1e-3)
-    add("--position-lr-scale", type=float, default=5.0, help="times --lr, for positions")
-    add("--smoothing", type=float, default=0.1, help="of the labels")
-    add("--ema", type=float, default=0.0, help="decay of averaged weights; 0: no average")
-    add("--repulsive", type=float, default=0.0, help="weight of the squared repulsive loss")
-    add("--mixed-precision", choices=["no", "bf16", "fp16"])
-    add("--fsdp", action="store_true", help="shard the model (FSDP2)")
+
+    def add(name: str, help: str, **settings: Any) -> None:
+        if settings.get("default") is not None:
+            help += "; default: %(default)s"
+        parser.add_argument(name, help=help, **settings)
+
+    share = number(float, 0, 1)
+    not_negative = number(float, 0)
+    kwargs = {"nargs": "*", "type": key_and_value, "action": ParseKwargs, "metavar": "KEY=VALUE"}
+    size = {"nargs": "+", "action": InputSize, "metavar": "SIDE"}
+    add("--data", "folder with a folder of images for each class", type=home_path, required=True)
+    add("--input-size", "3 64 64 or 3x64x64; default: the model's", **size)
+    add("--augmentation", "of images to train", default="light", choices=list(AUGMENTATIONS))
+    add("--hflip", "share of the images that are mirrored", type=share, default=0.5)
+    add("--workers", "processes that load images", type=number(int, 0), default=0)
+    add("--model-kwargs", "arguments of the model", default={}, **kwargs)
+    add("--pretrained", "start from timm's trained weights", action="store_true")
+    add("--epochs", "how often each image is seen", type=number(int, 1), default=10)
+    add("--batch-size", "images per step and process", type=number(int, 1), default=32)
+    add("--lr", "highest learning rate", type=not_negative, default=1e-3)
+    add("--position-lr-scale", "times --lr, for positions", type=not_negative, default=5.0)
+    add("--smoothing", "of the labels", type=share, default=0.1)
+    add("--ema", "decay of averaged weights; 0: no average", type=share, default=0.0)
+    add("--repulsive", "weight of the squared repulsive loss", type=not_negative, default=0.0)
+    precisions = ["no", "bf16", "fp16"]
+    add("--mixed-precision", "default: as set for accelerate, or no", choices=precisions)
+    add("--fsdp", "shard the model (FSDP2)", action="store_true")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,10 +147,12 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a converted, unfolded folder, or a name of timm's")
-    parser.add_argument("--teacher", help="learn the outputs of this model of timm's or folder")
-    parser.add_argument("--output", type=Path, help="default: runs/MODEL")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("model", type=model_name, help="a converted, unfolded folder, or a name of timm's")
+    teacher = "learn the outputs of this model of timm's or folder; default: learn the labels"
+    add("--teacher", type=model_name, help=teacher)
+    add("--output", type=home_path, help="default: runs/MODEL")
+    add("--seed", type=number(int, 0, MAX_SEED), default=0, help="default: %(default)s")
     add_training_options(parser)
     options = parser.parse_args()
     options.output = options.output or Path("runs") / Path(options.model).name
@@ -103,6 +163,9 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
     """Return what must be equal when a run is resumed."""
     settings = {name: str(value) for name, value in vars(options).items()}
     settings["data"] = options.data.resolve().name  # a copy of the folder may lie elsewhere
+    for name in settings.keys() & {"model", "teacher"}:
+        if Path(settings[name]).is_dir():
+            settings[name] = str(Path(settings[name]).resolve())
     for name in ("output", "workers", "fsdp"):
         del settings[name]
     return settings
@@ -110,8 +173,9 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 def check_settings(stored: dict[str, str], settings: dict[str, str], place: Path) -> None:
     for name, value in settings.items():
-        if stored[name] != value:
-            message = f"holds a run with {name} {stored[name]}, not {value}; use another --output"
+        if stored.get(name) != value:
+            found = stored.get(name)
+            message = f"holds a run with {name} {found}, not {value}; use another --output"
             if name == "epochs" and (place / "best").is_dir():
                 message += f"; a converted model can go on from {place / 'best'}"
             raise DclsConvertError(f"{place}: {message}")
@@ -133,29 +197,35 @@ def read_folder(folder: Path) -> ImageDataset:
     for path, _ in dataset.reader.samples:
         name = Path(path).relative_to(folder)
         if not any(part.lower().startswith(NO_DATA) for part in name.parts):
-            number = classes.setdefault(str(name.parent), len(classes))
-            samples.append((path, number))
+            label = classes.setdefault(str(name.parent), len(classes))
+            samples.append((path, label))
+    if not samples:
+        raise DclsConvertError(f"--data {folder}: has no images but hidden ones")
     dataset.reader.samples = samples
     dataset.reader.class_to_idx = classes
     return dataset
 
 
-def read_images(data: Path) -> tuple[ImageDataset, ImageDataset]:
-    """Return the images to train on and to test with: `train` and `val`, if there are any.
+def read_images(data: Path) -> list[ImageDataset]:
+    """Return the images in `train`, in `val` and, if there are class folders in it, in `test`.
 
-    Otherwise, every fifth image is held out for testing.
+    If there is no `train`, every fifth image is held out.
     """
     if (data / "train").is_dir():
-        train = read_folder(data / "train")
-        test = read_folder(data / ("val" if (data / "val").is_dir() else "validation"))
-        if train.reader.class_to_idx != test.reader.class_to_idx:
-            raise DclsConvertError(f"--data {data}: train and val have different class folders")
+        splits = ["train", "val" if (data / "val").is_dir() else "validation"]
+        if any((data / "test").glob("*/")):
+            splits.append("test")
+        images = [read_folder(data / split) for split in splits]
+        for split, dataset in zip(splits, images, strict=True):
+            if dataset.reader.class_to_idx != images[0].reader.class_to_idx:
+                message = f"train and {split} have different class folders"
+                raise DclsConvertError(f"--data {data}: {message}")
     else:
-        train = read_folder(data)
-        test = read_folder(data)
-        test.reader.samples = train.reader.samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-        del train.reader.samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    return train, test
+        images = [read_folder(data), read_folder(data)]
+        samples = images[0].reader.samples
+        images[1].reader.samples = samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        del samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    return images
 
 
 def check_classes(train: ImageDataset, data: Path) -> None:
@@ -165,6 +235,64 @@ def check_classes(train: ImageDataset, data: Path) -> None:
             f"--data {data}: all images are of one class; put those of each class into a folder of "
             "its own (only --teacher takes images without classes)"
         )
+
+
+def read_sizes(images: Sequence[ImageDataset], accelerator: Accelerator) -> list[tuple[int, int]]:
+    """Return (rows, columns) of all images, from the headers of the files.
+
+    Files that cannot be read are refused, because timm would take the next image instead.
+    """
+    sizes: list[tuple[int, int]] = []
+    damaged: list[str] = []
+    paths = [path for dataset in images for path, _ in dataset.reader.samples]
+    for path in watch(paths, "reading headers", accelerator):
+        try:
+            with Image.open(path) as image:
+                image.verify()  # the checksums of a PNG
+                sizes.append((image.height, image.width))
+        except Exception:  # Pillow raises many kinds
+            damaged.append(path)
+    if damaged:
+        names = ", ".join(damaged[:5])
+        raise DclsConvertError(f"--data: {len(damaged)} files cannot be read as images: {names}")
+    return sizes
+
+
+def check_images(
+    images: Sequence[ImageDataset], models: Sequence[nn.Module], options: Any, accelerator: Any
+) -> None:
+    """Refuse images that do not fit the models, and say how they are resized if it is by much."""
+    sizes = read_sizes(images, accelerator)
+    config = resolve_data_config({"input_size": options.input_size}, model=models[0])
+    channels, *taken = config["input_size"]
+    rows, columns = sorted(sizes, key=math.prod)[len(sizes) // 2]
+    resized = f"{rows}x{columns} images are resized to {taken[0]}x{taken[1]}"
+    times = math.prod(taken) / (rows * columns)
+    if times >= MANY_TIMES:
+        keep = f"--input-size {channels} {rows} {columns} keeps them"
+        accelerator.print(f"{resized}, {times:.0f} times the work ({keep})")
+    elif times <= 1 / MANY_TIMES:
+        accelerator.print(f"{resized} (--input-size sets another size)")
+    try:
+        with torch.no_grad():
+            outputs = [model.eval()(torch.zeros(1, channels, *taken)) for model in models]
+    except (AssertionError, RuntimeError) as error:
+        size = "x".join(map(str, config["input_size"]))
+        raise DclsConvertError(f"--input-size: {size} does not fit the model: {error}") from error
+    classes = len(images[0].reader.class_to_idx)
+    if len(models) > 1:
+        classes = outputs[1].shape[-1]  # the teacher's
+    if outputs[0].shape[-1] != classes:
+        found = outputs[0].shape[-1]
+        raise DclsConvertError(f"the model has {found} outputs, but there are {classes} classes")
+
+
+def watch(items: Any, what: str, accelerator: Accelerator) -> Iterable[Any]:
+    """Return the items; on a terminal, a bar and the time left are shown on stderr."""
+    hidden = not (accelerator.is_main_process and sys.stderr.isatty())
+    console = Console(stderr=True)
+    bar = {"console": console, "transient": True, "refresh_per_second": 1}
+    return track(items, what, disable=hidden, **bar)
 
 
 def describe_training_(model: nn.Module, classes: list[str] | None, options: Any) -> None:
@@ -179,19 +307,20 @@ def describe_training_(model: nn.Module, classes: list[str] | None, options: Any
         model.pretrained_cfg["label_names"] = classes
 
 
-def set_transforms_(
-    train: ImageDataset, test: ImageDataset, model: nn.Module, options: argparse.Namespace
-) -> None:
-    """Let the images be read as the model takes them, and those to train on be augmented."""
+def set_transforms_(images: Sequence[ImageDataset], model: nn.Module, options: Any) -> None:
+    """Let images be read as the model takes them. The first ones, to train on, are augmented."""
     config = resolve_data_config({"input_size": options.input_size}, model=model)
+    mode = "RGB"
     if config["input_size"][0] == 1:
-        train.input_img_mode = test.input_img_mode = "L"
+        mode = "L"
         config |= {"mean": config["mean"][:1], "std": config["std"][:1]}
     elif config["input_size"][0] != 3:
         raise DclsConvertError("--input-size: the first number is that of channels, 1 or 3")
+    for dataset in images:
+        dataset.input_img_mode = mode
+        dataset.transform = create_transform(**config)
     augmentation = {"hflip": options.hflip} | AUGMENTATIONS[options.augmentation]
-    train.transform = create_transform(**config, is_training=True, **augmentation)
-    test.transform = create_transform(**config)
+    images[0].transform = create_transform(**config, is_training=True, **augmentation)
 
 
 def create_model(name: str, **arguments: Any) -> nn.Module:
@@ -201,7 +330,7 @@ def create_model(name: str, **arguments: Any) -> nn.Module:
         arguments["pretrained"] = True
     try:
         return timm.create_model(name, **arguments)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of any kind, for arguments that the model does not take
         if str(error).startswith("Unknown model"):
             raise DclsConvertError(f"{name}: is neither a folder nor a model of timm's") from error
         raise DclsConvertError(f"{name}: {error}") from error
@@ -242,14 +371,14 @@ class Training:
     def __init__(
         self,
         model: nn.Module,
-        images: tuple[ImageDataset, ImageDataset],  # to train on, and to test with
+        images: Sequence[ImageDataset],  # to train on, held out and, perhaps, to test with
         options: argparse.Namespace,
         accelerator: Accelerator,
         teacher: nn.Module | None = None,
     ) -> None:
         self.options = options
         self.accelerator = accelerator
-        self.teacher = teacher
+        self.teacher = None if teacher is None else teacher.to(accelerator.device)
         self.history: list[dict[str, float]] = []  # for each epoch
         self.unsharded = copy.deepcopy(model)  # on the CPU; gets the weights that are saved
         self.model = model.to(accelerator.device)
@@ -266,23 +395,28 @@ class Training:
                 shard_(self.tested)
         else:
             self.parallel = accelerator.prepare_model(model)
-        self._make_loaders(*images)
+        self._make_loaders(images)
         self._make_optimizer()
         self._resume_()
 
-    def _make_loaders(self, train: ImageDataset, test: ImageDataset) -> None:
-        options = self.options
-        set_transforms_(train, test, self.model, options)
-        common = {"batch_size": options.batch_size, "num_workers": options.workers}
+    def _make_loaders(self, images: Sequence[ImageDataset]) -> None:
+        batch_size = self.options.batch_size
+        set_transforms_(images, self.model, self.options)
         self.order = torch.Generator()  # of the training images; seeded anew for each epoch
-        loader = DataLoader(train, shuffle=True, drop_last=True, generator=self.order, **common)
-        self.train_loader = self.accelerator.prepare_data_loader(loader)
-        self.test_loader = self.accelerator.prepare_data_loader(DataLoader(test, **common))
-        if len(self.train_loader) == 0 or len(test) == 0:
+        self.train_loader = self._load(
+            images[0], shuffle=True, drop_last=True, generator=self.order
+        )
+        self.test_loaders = [self._load(dataset) for dataset in images[1:]]
+        if len(self.train_loader) == 0 or len(images[1]) == 0:
             raise DclsConvertError(
-                f"--data: only {len(train)} images to train, {len(test)} to test; each process "
-                f"takes --batch-size {options.batch_size} for an update"
+                f"--data: only {len(images[0])} images to train, {len(images[1])} held out; each "
+                f"process takes --batch-size {batch_size} for an update"
             )
+
+    def _load(self, images: ImageDataset, **order: Any) -> DataLoader:
+        options = self.options
+        common = {"batch_size": options.batch_size, "num_workers": options.workers}
+        return self.accelerator.prepare_data_loader(DataLoader(images, **common, **order))
 
     def _make_optimizer(self) -> None:
         options = self.options
@@ -308,7 +442,7 @@ class Training:
         if not math.isfinite(loss):
             raise DclsConvertError(f"the loss is {loss} in epoch {epoch}: use a smaller --lr")
         self.tracker.update(epoch)
-        accuracy = 100 * float(self.test().double().mean())
+        accuracy = self.accuracy(self.test_loaders[0])
         self.history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
         self.accelerator.print(
             f"{self.options.output}: epoch {epoch}, loss {loss:.4f}, {accuracy:.2f} %", flush=True
@@ -324,7 +458,8 @@ class Training:
         self.parallel.train()
         losses = []
         update = len(self.history) * len(self.train_loader)
-        for images, labels in self.train_loader:
+        what = f"epoch {len(self.history) + 1}"
+        for images, labels in watch(self.train_loader, what, self.accelerator):
             with self.accelerator.autocast():
                 loss = self._loss(images, labels)
             self.accelerator.backward(loss)
@@ -358,8 +493,8 @@ class Training:
             self.average.update(self.model, step=number)
 
     @torch.no_grad()
-    def test(self) -> Tensor:
-        """Return for each test image whether it is classified as its label, or the teacher, says.
+    def test(self, loader: DataLoader) -> Tensor:
+        """Return for each image whether it is classified as its label, or the teacher, says.
 
         The averaged weights are tested if there are any. All processes get the whole result.
         """
@@ -367,7 +502,7 @@ class Training:
             broadcast(buffer)
         self.tested.eval()
         correct = []
-        for images, labels in self.test_loader:
+        for images, labels in watch(loader, "testing", self.accelerator):
             with self.accelerator.autocast():
                 predicted = self.tested(images).argmax(1)
                 if self.teacher is not None:
@@ -385,6 +520,17 @@ class Training:
             timm.models.save_for_hf(self.unsharded, str(folder), safe_serialization=True)
         else:
             dcls_convert.save_converted(self.unsharded, plan, folder, force=True)
+
+    def accuracy(self, loader: DataLoader) -> float:
+        """Return the percentage of images that are classified right."""
+        return 100 * float(self.test(loader).double().mean())
+
+    def test_best_(self) -> float:
+        """Load the weights in `best`, and return their accuracy on the last images."""
+        self.accelerator.wait_for_everyone()  # until they are saved
+        state = load_file(self.options.output / "best" / "model.safetensors")
+        checkpoint.set_model_state_dict(self.tested, state, options=WHOLE)
+        return self.accuracy(self.test_loaders[-1])
 
     def save_state(self) -> None:
         model, optimizer = checkpoint.get_state_dict(
@@ -427,6 +573,8 @@ class Training:
 
 
 def make_accelerator(options: argparse.Namespace) -> Accelerator:
+    if options.fsdp and "RANK" not in os.environ:
+        raise DclsConvertError("--fsdp: shards over processes, so start it with torchrun")
     on_cpu = not torch.accelerator.is_available()  # which several processes must be told
     return Accelerator(mixed_precision=options.mixed_precision, cpu=on_cpu)
 
@@ -441,19 +589,20 @@ def end(accelerator: Accelerator) -> None:
 def main() -> None:
     options = parse_arguments()
     accelerator = make_accelerator(options)
-    train, test = read_images(options.data)
-    counts = f"{len(train):,} images to train, {len(test):,} to test; results: {options.output}"
+    images = read_images(options.data)
+    train = images[0]
+    roles = ("images to train", "held out", "to test")
+    counts = ", ".join(f"{len(part):,} {role}" for part, role in zip(images, roles, strict=False))
     arguments = {}
     classes = teacher = None
     if options.teacher:  # the classes are those of the teacher, and of the model
         teacher = create_model(options.teacher, pretrained=True).eval().requires_grad_(False)
-        teacher.to(accelerator.device)
-        accelerator.print(f"{options.data}: {counts}")
     else:
         check_classes(train, options.data)
         classes = list(train.reader.class_to_idx)
         arguments = {"num_classes": len(classes)}
-        accelerator.print(f"{options.data}: {len(classes)} classes, {counts}")
+        counts = f"{len(classes)} classes; {counts}"
+    accelerator.print(f"{options.data}: {counts}; results: {options.output}")
     torch.manual_seed(options.seed)  # of random weights, or a new head
     arguments |= options.model_kwargs
     model = create_model(options.model, pretrained=options.pretrained, **arguments)
@@ -464,19 +613,31 @@ def main() -> None:
         plan = options.model  # the folder has it
         # Checked here, not after an epoch.
         dcls_convert.check_output(options.output / "best", force=True)
+    models = [network for network in (model, teacher) if network is not None]
+    check_images(images, models, options, accelerator)
     describe_training_(model, classes, options)
-    training = Training(model, (train, test), options, accelerator, teacher)
+    training = Training(model, images, options, accelerator, teacher)
     for _ in range(len(training.history), options.epochs):
         training.run_epoch()
         accuracies = [epoch["accuracy"] for epoch in training.history]
         if accuracies[-1] == max(accuracies):  # of equally good epochs, the last
             training.save_trained(plan, options.output / "best")
         training.save_state()
+    best = max(training.history, key=lambda epoch: (epoch["accuracy"], epoch["epoch"]))
+    result = f"{best['accuracy']:.2f} %; optimistic, because the held-out images chose it"
+    if len(images) == 3:
+        result = f"{training.test_best_():.2f} % of the images in {options.data / 'test'}"
+    accelerator.print(f"{options.output / 'best'}: epoch {best['epoch']}, {result}")
     end(accelerator)
 
 
-if __name__ == "__main__":
+def run(main: Callable[[], None]) -> None:
+    """Run a script. Mistakes of the user are one line."""
     try:
         main()
-    except DclsConvertError as error:
+    except (DclsConvertError, OSError, torch.OutOfMemoryError) as error:
         raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    run(main)

@@ -11,19 +11,24 @@ converted in the last network. The paper's figures have 3x1024x1024 pixels. Need
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import timm
 import torch
 import torch.nn.functional as F
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
 from dcls_convert import DclsConv1d, DclsConv2d, DclsConv3d
+
+try:
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}; in the clone: pip install '.[plot]'") from None
 
 DCLS = (DclsConv1d, DclsConv2d, DclsConv3d)
 NOISE_IMAGES = 4
@@ -36,44 +41,55 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("networks", nargs="+", help="FOLDER, MODEL or FILE=MODEL")
-    parser.add_argument("--pretrained", action="store_true", help="timm's weights for MODEL")
-    parser.add_argument("--layer", help="default: the last converted layer")
-    parser.add_argument("--images", type=Path, help="folder of images; default: seeded noise")
-    parser.add_argument("--input-size", help="CHANNELSxROWSxCOLUMNS; default: the model's")
-    parser.add_argument("--output", type=Path, default=Path("receptive-field.png"))
+    add = parser.add_argument
+    home_path = os.path.expanduser  # the shell leaves a "~" in quotes
+    add("networks", nargs="+", type=home_path, help="FOLDER, MODEL or FILE=MODEL")
+    add("--pretrained", action="store_true", help="timm's weights for MODEL")
+    add("--layer", help="default: the last converted layer")
+    add("--images", type=home_path, help="folder of images; default: seeded noise")
+    add("--input-size", nargs="+", metavar="SIDE", help="3 64 64 or 3x64x64; default: the model's")
+    add("--output", type=home_path, default="receptive-field.png", help="default: %(default)s")
     return parser.parse_args()
 
 
 def load_network(name: str, *, pretrained: bool = False) -> nn.Module:
     """Load a folder, a model of timm, or FILE=MODEL."""
-    if Path(name).is_dir():
-        return timm.create_model(f"local-dir:{name}", pretrained=True).eval()
     file, equals, model = name.rpartition("=")
+    folder = name.removeprefix("local-dir:")
+    if Path(folder).is_dir():
+        model, pretrained = f"local-dir:{folder}", True
     torch.manual_seed(0)
-    return timm.create_model(
-        model, pretrained=pretrained and not equals, checkpoint_path=file
-    ).eval()
+    try:
+        return timm.create_model(
+            model, pretrained=pretrained and not equals, checkpoint_path=file
+        ).eval()
+    except Exception as error:  # timm has many kinds
+        raise ValueError(f"{name}: {str(error) or type(error).__name__}") from error
 
 
 def last_converted_layer(model: nn.Module) -> str:
     names = [name for name, module in model.named_modules() if isinstance(module, DCLS)]
     if not names:
-        raise SystemExit("error: the last network has no DCLS layer; state a --layer")
+        raise ValueError("the last network has no DCLS layer; state a --layer")
     return names[-1]
 
 
-def images_for(model: nn.Module, folder: Path | None, size: str | None) -> list[Tensor]:
+def images_for(model: nn.Module, folder: str | None, size: list[str] | None) -> list[Tensor]:
     """Return images (channels, rows, columns), as the model takes them."""
     overrides = {}
     if size:
-        overrides["input_size"] = tuple(int(side) for side in size.split("x"))
+        sides = "x".join(size).split("x")
+        if len(sides) != 3 or not all(side.isdecimal() for side in sides):
+            raise ValueError(f"--input-size {' '.join(size)}: must be such as 3 64 64 or 3x64x64")
+        overrides["input_size"] = tuple(map(int, sides))
     config = resolve_data_config(overrides, model=model)
     if folder is None:
         generator = torch.Generator().manual_seed(0)
         return list(torch.randn(NOISE_IMAGES, *config["input_size"], generator=generator))
     transform = create_transform(**config)
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    paths = sorted(path for path in Path(folder).iterdir() if not path.name.startswith("."))
+    if not paths:
+        raise ValueError(f"--images {folder}: has no images")
     return [transform(Image.open(path).convert("RGB")) for path in paths[:MAX_IMAGES]]
 
 
@@ -111,7 +127,7 @@ def central_side(field: Tensor, share: float) -> int:
     return min(int((cumulative < target).sum()) + 1, max(field.shape))
 
 
-def draw(fields: dict[str, Tensor], layer: str, output: Path) -> None:
+def draw(fields: dict[str, Tensor], layer: str, output: str) -> None:
     """Draw the fields side by side on one logarithmic scale."""
     figure = Figure(figsize=(4.2 * len(fields) + 0.8, 4.4), layout="constrained")
     axes = figure.subplots(1, len(fields), squeeze=False)[0]
@@ -136,7 +152,11 @@ def main() -> None:
     last = networks[arguments.networks[-1]]
     layer = arguments.layer or last_converted_layer(last)
     images = images_for(last, arguments.images, arguments.input_size)
-    fields = {name: receptive_field(model, layer, images) for name, model in networks.items()}
+    try:
+        fields = {name: receptive_field(model, layer, images) for name, model in networks.items()}
+    except (AssertionError, AttributeError, RuntimeError) as error:  # another layer or size
+        size = "x".join(map(str, images[0].shape))
+        raise ValueError(f"layer {layer}, images of {size}: {error}") from error
     for name, field in fields.items():
         sides = [central_side(field, share) for share in (0.5, 0.99)]
         print(
@@ -148,4 +168,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None

@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import timm
 import timm.optim
 import torch
 from torch import nn
 
-from dcls_convert import tuning
+from dcls_convert import DclsConvertError, tuning
 
 # Arguments of timm's create_optimizer_v2 that make its parameter groups -> their names in timm's
 # functions for groups, to which `param_groups` passes them.
@@ -41,11 +42,24 @@ LAYER_DECAY_ARGUMENTS = {
 
 def main() -> None:
     options = parse_arguments()
+    check_model(options.arguments)
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)  # where Python looks for its imports
     timm_create = timm.optim.create_optimizer_v2
     timm.optim.create_optimizer_v2 = partial(create_optimizer, timm_create, options)
     runpy.run_path(str(options.script), run_name="__main__")
+
+
+def check_model(arguments: list[str]) -> None:
+    """Refuse a --model that lacks timm's prefix for folders, or that is not there."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default="")
+    name = parser.parse_known_args(arguments)[0].model
+    folder = name.removeprefix("local-dir:")
+    if folder != name and not Path(folder).is_dir():
+        raise DclsConvertError(f"--model {name}: there is no such folder")
+    if folder == name and name and Path(name).is_dir() and not timm.is_model(name):
+        raise DclsConvertError(f"--model {name}: is a folder; write --model local-dir:{name}")
 
 
 def create_optimizer(
@@ -156,14 +170,20 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--track",
-        type=Path,
+        type=os.path.expanduser,  # the shell leaves a "~" in quotes
         metavar="FILE",
         help="record the positions at the start and after every epoch",
     )
     parser.add_argument("script", type=Path, help="timm's train.py, from its repository")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.script.is_file():
+        parser.error(f"{options.script}: is not a file; train.py is in timm's repository")
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DclsConvertError as error:
+        raise SystemExit(f"error: {error}") from None

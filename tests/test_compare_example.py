@@ -41,7 +41,7 @@ def test_networks_start_alike_and_see_the_same_images(empty_folder, monkeypatch)
     original_init = finetune.Training.__init__
     monkeypatch.setattr(finetune.Training, "__init__", note_start)
     monkeypatch.setattr(finetune.Training, "_loss", note_images)
-    monkeypatch.setattr(finetune.Training, "test", lambda training: torch.ones(2))
+    monkeypatch.setattr(finetune.Training, "test", lambda training, loader: torch.ones(2))
     monkeypatch.setattr(sys, "argv", ["compare.py", *OPTIONS.split()])
     write_digits(empty_folder / "digits")
     compare.main()
@@ -110,3 +110,27 @@ def test_runs_are_paired_by_seed():
     }
     text = compare.answer(runs, ["original", "17"])
     assert "17: too few seeds to tell: differences of +25.0, +25.0 points" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "other_seed", "advised"),
+    [
+        ("convnext_tiny", "{}", "10", True),
+        ("convnext_tiny", "{}", "01", False),  # the networks differ with this seed
+        ("convnext_tiny", "{'ls_init_value': 0.1}", "10", False),
+        ("resnet50", "{}", "10", False),  # has no layer scale
+    ],
+)
+def test_a_layer_scale_is_advised_only_where_it_may_be_the_cause(
+    model, kwargs, other_seed, advised
+):
+    def run_of(right):
+        settings = {"model": model, "model_kwargs": kwargs}
+        return {"right": right, "settings": settings}
+
+    runs = {("original", seed): run_of("10") for seed in (0, 1)}
+    runs |= {("17", 0): run_of("10"), ("17", 1): run_of(other_seed)}
+    warning, *advice = compare.warnings(runs, ["original", "17"])
+    seeds = "0, 1" if other_seed == "10" else "0"
+    assert warning.endswith(f"are right on the same ones of 2 test images (seeds {seeds})")
+    assert advice == ([compare.WHY_THE_SAME] if advised else [])

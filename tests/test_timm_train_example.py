@@ -123,3 +123,10 @@ def test_steps_equal_those_with_clamping_and_the_repulsive_loss_added_to_the_los
     expected = dict(reference.named_parameters())
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=FLOAT64_ATOL)
+
+
+def test_a_quoted_home_is_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = ["timm_train.py", "--track", "~/positions.jsonl", __file__]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert timm_train.parse_arguments().track == str(tmp_path / "positions.jsonl")
