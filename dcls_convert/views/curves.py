@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 # Inches.
 LEAST_WIDTH = 1.9  # of a panel with its numbers and label
-HEIGHT = 1.75
+HEIGHT = 1.85
 LEFT = 0.45  # numbers and label beside a panel
 BOTTOM = 0.35  # numbers and label below a panel
+TOP = 0.2  # a factor such as 1e-3 above a panel
 SPACE = 0.1
 
 LONGEST_NAME = 30  # characters, in a legend
@@ -70,7 +71,7 @@ class Curves:
                 column * width + LEFT,
                 self._legend_rows * LINE + SPACE + (self._rows - 1 - row) * HEIGHT + BOTTOM,
                 width - LEFT - SPACE,
-                HEIGHT - BOTTOM - SPACE,
+                HEIGHT - BOTTOM - TOP,
             )
             lines = self._draw_panel(axes, field)
         if lines:
@@ -88,6 +89,8 @@ class Curves:
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.update_datalim([(self.trainings[0].steps[0], 0)])  # the margin is a share of 0 to top
         axes.set_ylim(bottom=0)
+        # Short numbers, such as 2.5 with "1e-3" above, so that the label beside them fits.
+        axes.ticklabel_format(axis="y", scilimits=(-2, 3))
         return lines
 
     def _curves(self, field: str) -> Iterator[tuple[str, Any, str, list[int], Tensor]]:
