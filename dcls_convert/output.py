@@ -8,8 +8,8 @@ Pictures are checked before the work, too: their suffix, and whether matplotlib 
 """
 
 import contextlib
-import glob
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -47,7 +47,7 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
             )
         # For a name that is too long, `is_symlink` and `exists` raise OSError.
         if path.is_symlink() or path.exists():
-            if not force and path.is_dir():  # which takes longer to look into
+            if not force and path.is_dir():  # `why_keep` reads its files, which takes longer
                 raise OutputExistsError(path)
             reason = why_keep(path)
             if reason is not None:
@@ -67,11 +67,11 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
 
 def left_behind(output: Path) -> list[Path]:
     """Return what runs that were stopped while they wrote this output may have left beside it."""
+    name = re.escape(output.name)
+    # As `tempfile` and `secrets` make them.
+    left = re.compile(rf"\.{name}\.[a-z0-9_]{{8}}\.partial|{name}\.[0-9a-f]{{8}}\.old")
     folder = output.absolute().parent
-    if not folder.is_dir():
-        return []
-    name = glob.escape(output.name)
-    return [*folder.glob(f".{name}.*.partial"), *folder.glob(f"{name}.*.old")]
+    return [path for path in folder.iterdir() if left.fullmatch(path.name)]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .text import printable
 
-SHORT_NAME = 24  # terminal columns; shorter names do not wrap, nor other texts beside long names
+SHORT_NAME = 24  # terminal columns; texts up to this width never wrap if a longer name can
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
 

@@ -111,7 +111,7 @@ def inspect_state(
             positions.
     """
     plan = plan_with_positions(opened)
-    start_state = read_state(start) if start is not None else None
+    start_positions = None if start is None else _positions_of_start(start)
     for layer, *_ in position_groups(plan.layers):
         for name in layer.position_names.values():
             problem = _describe_misfit(layer, name, state.get(name))
@@ -123,10 +123,27 @@ def inspect_state(
         folder=str(opened.folder),
         model=plan.model,
         positions=tuple(
-            _row(layers, state, start_state) for layers in position_groups(plan.layers)
+            _row(layers, state, start_positions) for layers in position_groups(plan.layers)
         ),
         provenance=opened.provenance,
     )
+
+
+def _positions_of_start(start: OpenedFolder) -> dict[str, Tensor]:
+    """Return the positions of a folder, from the centres of the old kernels, by their names."""
+    state = read_state(start)
+    positions = {}
+    for first, *_ in position_groups(plan_with_positions(start).layers):
+        name = first.position_names["positions"]
+        if name in state:
+            positions[name] = _from_centre(first, state[name])
+    return positions
+
+
+def _from_centre(first: LayerPlan, positions: Tensor) -> Tensor:
+    """Return positions (A, ...) from the centre of the old kernel instead of the window's."""
+    centre = positions.new_tensor(first.old_centre)
+    return positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
 
 
 def _describe_misfit(layer: LayerPlan, name: str, tensor: Tensor | None) -> str | None:
@@ -150,6 +167,7 @@ def _row(
     mean_sigma = None
     if "sigma" in tensors:
         mean_sigma = float(tensors["sigma"].mean(dtype=torch.float64))
+    from_centre = _from_centre(first, positions)
     mean_move = None
     largest_move = None
     if start is not None:
@@ -157,11 +175,9 @@ def _row(
         problem = _describe_misfit(first, name, start.get(name))
         if problem is not None:
             raise CheckpointError(f"not the start of this checkpoint's training: {problem}")
-        moves = positions.double() - start[name].double()  # (A, O, I, *dense, E)
+        moves = from_centre.double() - start[name].double()  # (A, O, I, *dense, E)
         mean_move = statistics.mean_distance(moves)
         largest_move = float(moves.norm(dim=0).max())
-    centre = positions.new_tensor(first.old_centre)
-    from_centre = positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
     return PositionRow(
         name=first.group_name,
         tied=len(layers) > 1,

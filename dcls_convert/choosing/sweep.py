@@ -42,8 +42,8 @@ RECOMMENDED = ">"  # in front of the recommended row
 ROW_STYLES = {"original": "", "done": "", "does not fit": "yellow"}  # by status
 WHY = (
     f"It is what `auto` takes: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
-    f"to the MACs, makes no window larger than {MAX_WINDOW}, and leaves at least half of the "
-    "windows within reach of their maps, or else the smallest growth"
+    f"to the MACs, makes no window larger than {MAX_WINDOW}, and lets at least half of the windows "
+    "fit their maps, or else the smallest growth"
 )
 TRAINING = (
     "Only training shows the accuracy: a network that is trained already gains nothing until it "

@@ -239,7 +239,13 @@ def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest"
     """Return the request with the network itself, if MODEL is a folder that dcls-convert wrote."""
     from ..checkpoints.folder import has_plan, open_folder
 
-    folder = Path(str(request.network.model).removeprefix("local-dir:"))
+    name = str(request.network.model)
+    folder = Path(name.removeprefix("local-dir:"))
+    if len(folder.parts) == 1 and name == str(folder):
+        from ..networks.source import REGISTRIES, is_registered
+
+        if any(is_registered(registry, name) for registry in REGISTRIES):
+            return request  # a model has precedence over a folder of its name
     if not has_plan(folder):
         return request
     opened = open_folder(folder)
@@ -343,8 +349,10 @@ def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name
     suffix = "" if start_name in ("random", FROM_ELEMENTS, FROM_CONVERTED) else f"-{start_name}"
     if request.start.calibration is not None:
         suffix = "-calibrated"
-    name = str(request.network.model).rpartition(":")[2]  # without the registry
-    return Path(f"{Path(name).name}-dcls{size}{counts}{suffix}")
+    path = Path(str(request.network.model).rpartition(":")[2])  # without the registry
+    if start_name == FROM_CONVERTED:
+        path = path.resolve()  # of "."
+    return Path(f"{path.name}-dcls{size}{counts}{suffix}")
 
 
 def _why_keep(path: Path) -> str | None:

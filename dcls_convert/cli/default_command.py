@@ -17,11 +17,12 @@ DEFAULT_COMMAND = "convert"
 # Words that people try first, and the option that answers.
 OPTION_OF_WORD = {"help": "--help", "version": "--version"}
 KEYWORDS_OPTION = "--model-kwargs"  # takes one value or several
-# What stands between the numbers of an option's value, if they are not given as separate words.
+# Joins the numbers of an option's value that are given as separate words.
 SEPARATORS = {"--dilated-size": "x", "--input-size": "x"}
 SEPARATORS |= dict.fromkeys(("--sizes", "--counts", "--budgets", "--mean", "--std"), ",")
-NUMBERS = re.compile(r"\+?[0-9.][0-9x.,%+]*")
-HOME = re.compile(r"(--?[a-z-]+=)?~(?=$|[/\\])")
+# Words that are joined by each: sides, of which there are at most three more; or parts of a list.
+NUMBERS = {"x": re.compile(r"[0-9]+(x[0-9]+){0,2}"), ",": re.compile(r"[+0-9.][+0-9.x%e,-]*")}
+HOME = re.compile(r"^(--[a-z-]+=)?~(?=$|[/\\])")
 
 
 class Commands(TyperGroup):
@@ -87,9 +88,14 @@ def _join_numbers(args: Sequence[str]) -> list[str]:
     """Turn `--input-size 3 64 64` into `--input-size 3x64x64`, and `--sizes 9 13` into 9,13."""
     words: list[str] = []
     for word in args:
-        separator = SEPARATORS.get(words[-2]) if len(words) > 1 else None
-        if separator and NUMBERS.fullmatch(words[-1]) and NUMBERS.fullmatch(word):
-            words[-1] = words[-1].rstrip(",") + separator + word
+        last = words[-1] if words else ""
+        option, equals, value = last.partition("=")
+        if not equals:
+            option, value = (words[-2] if len(words) > 1 else ""), last
+        separator = SEPARATORS.get(option)
+        numbers = NUMBERS.get(separator or "")
+        if numbers and numbers.fullmatch(value) and numbers.fullmatch(word):
+            words[-1] = last.rstrip(",") + str(separator) + word
         else:
             words.append(word)
     return words

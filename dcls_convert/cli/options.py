@@ -169,8 +169,9 @@ DilatedSize = Annotated[
     elements_option(
         metavar="N|HxW|+N|auto",
         help="Window in which elements move: 17 or 17x9 cells; +4: each side four cells longer "
-        f"than the kernel's; auto: the largest growth, up to {MAX_WINDOW} cells and the maps, that "
-        f"adds at most {MAX_ADDED_COST_PERCENT:g} % to the MACs.",
+        f"than the kernel's; auto: the largest growth that adds at most "
+        f"{MAX_ADDED_COST_PERCENT:g} % to the MACs, with windows of up to {MAX_WINDOW} cells, of "
+        "which at least half fit their maps.",
         parser=parse_window,
     ),
 ]

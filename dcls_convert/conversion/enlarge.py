@@ -1,6 +1,7 @@
-"""Give a converted network larger windows, in which its elements stay where they are.
+"""Give a converted network other windows, in which its elements stay where they are on the maps.
 
-Outputs do not change, and parameters stay the same objects, so a training can go on.
+Outputs do not change, unless elements have a sigma. Parameters stay the same objects. In windows
+that grow to one side, positions have other numbers: they count from the window's centre.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +17,14 @@ from ..geometry import new_cells, position_limits
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.wrappers import check_not_wrapped
 from ..options import AUTO
-from ..placing.place import note_plan_, noted_plan
+from ..placing.place import note_other_windows_, noted_plan
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 from ..planning.windows import notes_on_windows, with_other_window
 from ..reports.report import ConversionReport
 from ..running.model_state import unchanged_on_failure
 from ..text import join_with_and
-from .provenance import attach_provenance_, provenance_of
+from .provenance import WITHOUT_EFFECT, attach_provenance_, provenance_of
 from .request import FROM_CONVERTED, ConversionRequest
 
 ENLARGED = "enlarged"  # the entry that this adds to a network's provenance
@@ -41,7 +42,7 @@ def _dcls_layers(model: nn.Module) -> Iterator[DclsConvNd]:
 def enlarge_windows_(
     request: ConversionRequest,
     model: nn.Module,
-    approve: Callable[[DraftPlan, str], None] = lambda draft, start_name: None,
+    approve: Callable[[DraftPlan, str], None],
 ) -> ConversionReport:
     """Give a converted network in memory the windows of the request.
 
@@ -60,8 +61,8 @@ def enlarge_windows_(
     plan = noted_plan(model)
     if plan is None:
         raise PlanError(
-            "the model is converted already, and does not say by which plan: load it from its "
-            "folder by load_converted"
+            "the model is converted already, but not as a whole: give what convert_ or "
+            "load_converted gave; a single layer has set_window_"
         )
     _refuse_other_options(request, plan)
     layers = _layers_of(model, plan)
@@ -72,28 +73,44 @@ def enlarge_windows_(
     if request.dry_run:
         return ConversionReport(plan=larger)
     errors: dict[str, float] = {}
-    positions = [layer.positions for layer in layers.values() if not layer.is_tied]
-    with unchanged_on_failure(model, values=positions):
+    values: list[Tensor] = []
+    for module in layers.values():
+        if not module.is_tied:
+            values += (
+                [module.positions] if module.sigma is None else [module.positions, module.sigma]
+            )
+    with unchanged_on_failure(model, values=values):
         for group in position_groups(larger.layers):
             errors |= _set_windows_([layers[layer.name] for layer in group], group)
-        note_plan_(model, larger)
-        enlarged = {"dilated_size": request.options.dilated_size, "command": request.command}
-        attach_provenance_(model, {**(provenance_of(model) or {}), ENLARGED: enlarged})
+        note_other_windows_(model, larger)
+        _add_to_provenance_(model, request)
     return ConversionReport(plan=larger.with_errors(errors, {}))
+
+
+def _add_to_provenance_(model: nn.Module, request: ConversionRequest) -> None:
+    """Add the window to the record of the conversion."""
+    record = dict(provenance_of(model) or {})
+    before = record.get(ENLARGED)
+    change: dict[str, object] = {"dilated_size": request.options.dilated_size}
+    if request.command is not None:
+        change["command"] = request.command
+    record[ENLARGED] = [*(before if isinstance(before, list) else []), change]
+    attach_provenance_(model, record)
 
 
 def _refuse_other_options(request: ConversionRequest, plan: ConversionPlan) -> None:
     """Refuse (PlanError) all options but the window: everything else was decided before."""
+    free = {"model", "dilated_size", *WITHOUT_EFFECT}
+    size = request.network.input_size
+    if isinstance(size, Sequence) and tuple(size) == plan.input_size:
+        free.add("input_size")
     stated = []
-    network = request.network
-    for record in (network, request.options, request.start):
+    for record in (request.network, request.options, request.start):
         for option in fields(record):
             value = getattr(record, option.name)
             is_default = value is None if option.default is None else value == option.default
-            if not is_default and option.name not in ("model", "dilated_size"):
+            if not is_default and option.name not in free:
                 stated.append(option.name.replace("_", " "))
-    if network.input_size is not None and tuple(network.input_size) == plan.input_size:
-        stated.remove("input size")
     if stated:
         raise PlanError(
             f"the model is converted already, so only its window can change: "
@@ -135,9 +152,14 @@ def _check_positions(layer: DclsConvNd, plan: LayerPlan) -> None:
     """Refuse (PlanError) a smaller window that elements of the layer do not lie in."""
     for row, axis in enumerate(layer.learnt_axes):
         side = plan.dilated_size[axis]
-        low, high = [end - layer.shift_of_centre(axis, side) for end in position_limits(side)]
-        lowest, highest = map(float, layer.positions[row].detach().aminmax())
-        if layer.positions.is_meta or (low <= lowest and highest <= high):
+        low, high = [end - layer.position_shift(axis, side) for end in position_limits(side)]
+        present = layer.dilated_kernel_size[axis]
+        # Positions beyond the present window count as those at its border.
+        inside = layer.positions[row].detach().clamp(*position_limits(present))
+        if inside.is_meta:
+            return
+        lowest, highest = map(float, inside.aminmax())
+        if low <= lowest and highest <= high:
             continue
         raise PlanError(
             f"{plan.name}: its elements lie from {lowest:.2f} to {highest:.2f} along axis {axis}, "

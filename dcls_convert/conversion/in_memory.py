@@ -57,15 +57,15 @@ def convert_(
     """Replace the matching convolutions of `model` by DCLS layers, in place, and report the costs.
 
     A model that is converted already gets another window for its elements: state `dilated_size`
-    alone. Its parameters stay the same objects, and its outputs the same.
+    alone. Parameters stay the same objects. Outputs do not change, unless elements have a sigma.
 
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.
         dilated_size: Size of the window in which elements may move, for rules that do not set it:
             one number of cells for all sides, one per side, or a growth such as "+4" (four cells
             more per axis than the kernel). "auto" takes the largest growth that adds at most 15 %
-            to the model's MACs, with windows of at most 17, of which at least half have no cells
-            that meet only padding; if there is none, "+2".
+            to the model's MACs, with windows of at most 17, of which at least half fit their maps;
+            if there is none, "+2".
         kernel_count: Elements per kernel, for rules that do not set it. "auto" solves for the
             budget; "exact" uses one element per cell of the old kernel.
         rules: A rule set, the name of a built-in one, a file, or a mapping with the keys of a file.

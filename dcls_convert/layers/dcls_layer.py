@@ -38,6 +38,7 @@ from ..geometry import (
     padded_cells,
     plain_numbers,
     position_limits,
+    static_padding,
 )
 from .bilinear_plain import per_axis
 from .construction import construct_unchecked
@@ -261,53 +262,60 @@ class DclsLayer(CheckedLayer):
 
         Outputs keep their size. They keep their values if the new window has all elements, and the
         interpolation has no sigma: elements with a sigma also spread into new cells. In a group of
-        tied layers, every layer needs the new window.
+        tied layers, every layer needs the new window. Where the window grows to one side, positions
+        count from its new centre, so older state dicts, and averages of positions, do not fit.
 
         Args:
-            window: As `dilated_kernel_size`. Dense axes, and whether a side is odd, must stay.
+            window: As `dilated_kernel_size`.
+
+        Raises:
+            ValueError: A dense axis would change, outputs would shift (odd and even sides), or the
+                padding is too small for such a window. The layer is as it was.
         """
         sides = self._one_per_axis("dilated_kernel_size", window, minimum=1)
+        grows = grow_of_axes(self.grow, self.dims)
         for axis, (old, new) in enumerate(zip(self.dilated_kernel_size, sides, strict=True)):
-            is_dense = axis in self.dense_axes
-            is_centred = grow_of_axes(self.grow, self.dims)[axis] == "both"
-            if (is_dense and new != old) or (is_centred and (new - old) % 2):
+            if axis in self.dense_axes and new != old:
+                raise ValueError(f"axis {axis} is dense, and keeps its {old} cells")
+            if grows[axis] == "both" and (new - old) % 2:
                 raise ValueError(
-                    f"dilated_kernel_size={window!r}: axis {axis} has {old} cells; dense axes, and "
-                    "whether a side is odd, must stay"
+                    f"axis {axis}: a window of {new} instead of {old} would shift the output; use "
+                    f"{new - 1} or {new + 1}"
                 )
-        spacings = self.on_every_axis(self.dilation)
         padding: Any = self.padding
-        self.padding = grown_padding(
-            padding if isinstance(padding, str | tuple) else self.on_every_axis(padding),
-            self.dilated_kernel_size,
-            spacings,
-            tuple(map(extent, sides, spacings)),
-            self.on_every_axis(self.stride),
-            self.grow,
+        if not isinstance(padding, str | tuple):  # set after construction
+            padding = self.on_every_axis(padding)
+        spacings = self.on_every_axis(self.dilation)
+        extents = tuple(map(extent, sides, spacings))
+        stride = self.on_every_axis(self.stride)
+        padding = grown_padding(
+            padding, self.dilated_kernel_size, spacings, extents, stride, self.grow
         )
+        if not isinstance(padding, str):
+            if min(map(min, static_padding(padding, extents))) < 0:
+                raise ValueError(f"padding={self.padding!r} is too small for a window of {sides}")
         if not self.is_tied:
             self.clamp_positions_()
             for row, axis in enumerate(self.learnt_axes):
-                self.positions[row] += self.shift_of_centre(axis, sides[axis])
+                self.positions[row] += self.position_shift(axis, sides[axis])
+        self.padding = padding
         self.dilated_kernel_size = sides
         if not self.grow:
             self.kernel_size = sides
         self._set_limits()
         self._convs.clear()
 
-    def shift_of_centre(self, axis: int, side: int) -> int:
-        """Return by how much positions along an axis change in a window with another side.
+    def position_shift(self, axis: int, side: int) -> int:
+        """Return what to add to positions along an axis if the window's side changes.
 
-        They count from the window's centre. A window that grows to one side keeps the other end.
+        They count from the window's centre. A window that grows to one side keeps its other end.
         """
         grow = grow_of_axes(self.grow, self.dims)[axis]
         if grow == "both":
             return 0
         kept_end = 1 if grow == "back" else 0
-        return (
-            position_limits(side)[kept_end]
-            - position_limits(self.dilated_kernel_size[axis])[kept_end]
-        )
+        old_limits = position_limits(self.dilated_kernel_size[axis])
+        return position_limits(side)[kept_end] - old_limits[kept_end]
 
     def kernel(self) -> Tensor:
         """Construct the kernel (O, I, *dilated_kernel_size).

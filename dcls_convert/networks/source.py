@@ -200,9 +200,8 @@ def _explain_wrong_model(name: str) -> None:
     if (path / "config.json").is_file():
         raise ModelError(
             f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify "
-            "and fold take it, dcls_convert.load_converted loads it, and dcls-convert "
-            f"{name} --dilated-size N gives it larger windows; "
-            f"a folder in timm's own format is local-dir:{name}"
+            "and fold take it, dcls_convert.load_converted loads it, and convert gives it a larger "
+            f"window if it is not folded; a folder in timm's own format is local-dir:{name}"
         )
     if any(path.suffix in suffixes for suffixes in WEIGHTS_SUFFIXES):
         raise ModelError(f"{name}: is a weights file; name its model, and add --checkpoint {name}")

@@ -97,11 +97,11 @@ def mark_converted_(
     set_pretrained_cfg_(model, config)
 
 
-def mark_folded_(model: nn.Module) -> None:
-    """Note that the plan which `mark_converted_` noted is folded."""
+def change_marked_plan_(model: nn.Module, changes: Mapping[str, Any]) -> None:
+    """Change entries of the plan that `mark_converted_` noted, if it noted one."""
     args = vars(model).get("_model_args")
     if isinstance(args, dict) and isinstance(args.get("plan"), dict):
-        vars(model)["_model_args"] = {**args, "plan": {**args["plan"], "folded": True}}
+        vars(model)["_model_args"] = {**args, "plan": {**args["plan"], **changes}}
 
 
 def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from ..errors import PlanError, check_argument
 from ..layers.conv_classes import has_own_forward
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.position_parameters import undo_exclusion_from_weight_decay_
-from ..networks.timm_notes import mark_folded_
+from ..networks.timm_notes import change_marked_plan_
 from ..networks.wrappers import inside_wrappers
 from ..running.model_state import unchanged_on_failure
 from .place import PLAN_ATTRIBUTE
@@ -51,6 +51,6 @@ def fold_to_dense_(model: nn.Module) -> int:
         for name, layer in layers.items():
             model.set_submodule(name, plain_conv_of[layer])
         undo_exclusion_from_weight_decay_(model)
-        mark_folded_(model)
+        change_marked_plan_(model, {"folded": True})
         vars(model).pop(PLAN_ATTRIBUTE, None)
     return len(plain_conv_of)

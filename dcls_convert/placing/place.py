@@ -22,7 +22,7 @@ from ..layers.conv_classes import (
 )
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.position_parameters import exclude_from_weight_decay_
-from ..networks.timm_notes import mark_converted_
+from ..networks.timm_notes import change_marked_plan_, mark_converted_
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 
@@ -243,10 +243,15 @@ def insert_layers_(
 
 def note_plan_(model: nn.Module, plan: ConversionPlan) -> None:
     """Note a plan on the model that it has converted, for `noted_plan` and for timm's savers."""
-    noted = plan.to_dict()
-    vars(model)[PLAN_ATTRIBUTE] = noted
-    args = None if plan.model is None else {**plan.model_args, "plan": noted}
+    vars(model)[PLAN_ATTRIBUTE] = plan.to_dict()
+    args = None if plan.model is None else timm_model_args(plan)
     mark_converted_(model, args, plan.input_size)
+
+
+def note_other_windows_(model: nn.Module, plan: ConversionPlan) -> None:
+    """Note that a converted model has other windows; what else timm noted of it stays."""
+    vars(model)[PLAN_ATTRIBUTE] = plan.to_dict()
+    change_marked_plan_(model, plan.to_dict())
 
 
 def noted_plan(model: nn.Module) -> ConversionPlan | None:

@@ -42,7 +42,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
 
     - adds at most MAX_ADDED_COST_PERCENT to the MACs,
     - makes no window larger than MAX_WINDOW,
-    - leaves the windows of at least half of the layers without cells that meet only padding,
+    - lets at least half of the windows fit their maps, so that no cell meets only padding,
     - fits every layer that the smallest growth fits.
 
     If there is none, it is the smallest growth.
@@ -62,8 +62,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
         grown = _grow(converted, growth)
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
         fits = grown.layers >= at_min_growth.layers and grown.longest_side <= MAX_WINDOW
-        reaches_beyond_maps = 2 * grown.layers_beyond_map > grown.layers
-        if fits and not reaches_beyond_maps and grown.added_macs <= max_added_macs:
+        if fits and not grown.mostly_beyond_maps and grown.added_macs <= max_added_macs:
             recommended = growth
     return f"+{recommended}"
 
@@ -73,15 +72,18 @@ class _Grown:
     """What a growth of all windows does."""
 
     layers: int  # number of layers that can take their size
-    layers_beyond_map: int  # number of those whose windows have cells that meet only padding
-    longest_side: int  # longest learnt side of a window whose size no rule states
+    # Of the windows whose size no rule states: whether most have cells that meet only padding, and
+    # the longest learnt side.
+    mostly_beyond_maps: bool
+    longest_side: int
     added_macs: float  # by all windows; infinity if those of a site are not known
 
 
 def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> _Grown:
     """Try a growth for the sites whose rules state no size."""
     layers = 0
-    layers_beyond_map = 0
+    grown = 0
+    beyond_map = 0
     longest_side = 0
     added_macs = 0.0
     for site, rule in converted:
@@ -90,11 +92,12 @@ def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> _Grown:
         except PlanError:
             continue
         layers += 1
-        useful = site.useful_limits(window, dense_axes, grow)
-        learnt_size = along_learnt_axes(window, dense_axes)
-        layers_beyond_map += useful != list(map(position_limits, learnt_size))
         if not rule.dilated_size:
+            learnt_size = along_learnt_axes(window, dense_axes)
             longest_side = max(longest_side, *learnt_size)
+            grown += 1
+            useful = site.useful_limits(window, dense_axes, grow)
+            beyond_map += useful != list(map(position_limits, learnt_size))
         before = site.macs(site.kernel_size)
         after = site.macs(window)
         if before is None or after is None:
@@ -103,7 +106,7 @@ def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> _Grown:
             added_macs += after - before
     return _Grown(
         layers=layers,
-        layers_beyond_map=layers_beyond_map,
+        mostly_beyond_maps=2 * beyond_map > grown,
         longest_side=longest_side,
         added_macs=added_macs,
     )
@@ -141,23 +144,30 @@ def with_other_window(layer: LayerPlan, size: int | Sequence[int] | str) -> Laye
 
     Args:
         layer: The plan of a layer that has elements already.
-        size: As in `choose_window`. A growth counts from the old kernel.
+        size: As in `choose_window`. A growth counts from the old kernel. Dense axes stay.
 
     Raises:
         PlanError: The layer cannot have this window.
     """
-    window, dense_axes = _window(layer, size, Rule(dense_axes=list(layer.dense_axes)))
-    if dense_axes != layer.dense_axes:
+    if not isinstance(size, int | str) and len(size) != layer.dims:
         raise PlanError(
-            f"{layer.name}: the window {size_text(window)} has dense axes {dense_axes}, and the "
-            f"elements are for {layer.dense_axes}"
+            f"{layer.name}: the size {size_text(size)} is for {len(size)}-D, "
+            f"this layer is {layer.dims}-D"
         )
+    sides = list(layer.dilated_size)
+    for axis in layer.learnt_axes:
+        if isinstance(size, int):
+            sides[axis] = size
+        elif isinstance(size, str):
+            sides[axis] = layer.extents[axis] + int(size)
+        else:
+            sides[axis] = size[axis]
+    changed = replace(layer, dilated_size=tuple(sides))
+    check_layer(changed)
     try:
-        _check_padding(layer, window, layer.grow)
-        changed = replace(layer, dilated_size=window)
+        _check_padding(layer, sides, layer.grow)
     except PlanError as error:
         raise PlanError(f"{layer.name}: {error}") from None
-    check_layer(changed)
     return changed
 
 
@@ -176,7 +186,7 @@ def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -
 
 
 def _window(
-    site: OldConv, size: int | Sequence[int] | str, rule: Rule
+    site: ConvSite, size: int | Sequence[int] | str, rule: Rule
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the window for a stated size, and its dense axes."""
     if isinstance(size, int | str):
@@ -265,7 +275,7 @@ def _why_off_centre(site: ConvSite, axis: int) -> str | None:
     )
 
 
-def _dense_axes(site: OldConv, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:
+def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:
     """Return the axes that the rule names, and axes of side 1 if another side is longer."""
     dense = set(rule.dense_axes or ())
     longest = max(sides)

@@ -299,9 +299,11 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         command = f"    {printable(cheaper_sizes)}"
         warnings.append(Text(command, no_wrap=True, overflow="ignore"))
     if 2 * report.layers_beyond_map > len(report.layers):
-        warnings.append(
-            Text("Most windows are larger than their maps can use; rules can skip layers")
-        )
+        all_or_most = "All" if report.layers_beyond_map == len(report.layers) else "Most"
+        too_large = f"{all_or_most} windows are too large for their maps"
+        if len(report.layers) == 1:
+            too_large = "The window is too large for its map"
+        warnings.append(Text(f"{too_large}; rules can skip layers"))
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
     if losing_layers and not report.plan.folded:
         layers = f"{losing_layers} of {count_text(len(report.layers), 'layer')}"
@@ -422,8 +424,10 @@ def _beyond_map_sentence(report: ConversionReport) -> str:
     for layer in report.layers:
         if layer.exceeds_map and layer.input_extent is not None:
             maps.append(layer.input_extent)
-    layers = f"{len(maps)} of {count_text(len(report.layers), 'layer')}"
-    return f"In {layers}, outer cells meet only padding (maps of {range_text(maps, size_text)})."
+    subject = f"In {len(maps)} of {count_text(len(report.layers), 'layer')}, outer cells meet"
+    if len(maps) == len(report.layers):
+        subject = "Outer cells meet"
+    return f"{subject} only padding (maps of {range_text(maps, size_text)})."
 
 
 def _maps_sentence(report: ConversionReport) -> str | None:

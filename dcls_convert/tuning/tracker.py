@@ -115,8 +115,13 @@ class PositionTracker:
         self._highest_ratio = 0.0  # highest so far of each record's lowest `lr_ratio`
         self._has_warned = False
         self._last_step: int | None = None
-        self._last_positions: dict[str, Tensor] = {}  # by parameter name
-        self._append(b"")  # fail now if the file cannot be written, not after the first epoch
+        self._last_positions: dict[str, Tensor] = {}  # from the old kernels' centres, by name
+        # Fail now if the file cannot be written, or counts another unit, not after an epoch.
+        self._append(b"")
+        if self.path is not None and is_first_rank():
+            records = read_track(self.path)
+            if records:
+                _check_unit(self.path, len(records) + 1, unit, records[0])
 
     @torch.no_grad()
     def update(self, step: int) -> TrackRecord:
@@ -151,12 +156,12 @@ class PositionTracker:
             centre = positions.new_tensor(parameter.old_centre)
             from_centre = positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
             rows[name] = TrackedPositions(
-                speed=self._speed(name, positions, step),
+                speed=self._speed(name, from_centre, step),
                 border_share=border_share(positions, parameter.learnt_size, parameter.learnt_grow),
                 spread=_finite(in_double(from_centre).square().mean().sqrt()),
                 lr_ratio=_lr_ratio(parameter, rate_of),
             )
-            self._last_positions[name] = positions.clone()
+            self._last_positions[name] = from_centre
         self._last_step = step
         record = TrackRecord(step=step, unit=self.unit, positions=rows)
         self._append(adapter(TrackRecord).dump_json(record) + b"\n")
@@ -178,17 +183,20 @@ class PositionTracker:
         group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
         for group in self.optimizer.param_groups:
             group_of |= {id(one): group for one in group["params"]}
-        problems: dict[str, None] = {}  # in order, each once
+        are_in_one_group = False
+        decay = 0.0  # the largest
         for parameter in parameters:
             own_group = group_of.get(id(parameter.tensor))
             if own_group is None or not parameter.tensor.requires_grad:
                 continue
             first_layer = next(iter(parameter.layers.values()))
-            if own_group is group_of.get(id(first_layer.weight)):
-                problems["learn no faster than weights"] = None
-            decay = float(own_group.get("weight_decay") or 0)
-            if decay > 0:
-                problems[f"decay towards the kernel's centre (weight_decay={decay:g})"] = None
+            are_in_one_group |= own_group is group_of.get(id(first_layer.weight))
+            decay = max(decay, float(own_group.get("weight_decay") or 0))
+        problems = []
+        if are_in_one_group:
+            problems.append("learn no faster than weights")
+        if decay > 0:
+            problems.append(f"decay towards the window's centre (weight_decay={decay:g})")
         if not problems:
             return None
         return (
@@ -248,15 +256,21 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
     for number, line in enumerate(lines[:-1], start=1):
         where = f"{path}: line {number} is not a record of a PositionTracker"
         record = TrackRecord.from_json(line, where)
-        if records and record.unit != records[0].unit:
-            raise CheckpointError(
-                f"{path}: line {number} counts {record.unit}s, the lines before it "
-                f"{records[0].unit}s; record each training in a file of its own"
-            )
+        if records:
+            _check_unit(path, number, record.unit, records[0])
         while records and records[-1].step >= record.step:
             records.pop()
         records.append(record)
     return tuple(records)
+
+
+def _check_unit(path: object, number: int, unit: Unit, first: TrackRecord) -> None:
+    """Refuse (CheckpointError) a line of a file whose first record counts another unit."""
+    if unit != first.unit:
+        raise CheckpointError(
+            f"{path}: line {number} counts {unit}s, the lines before it {first.unit}s; record each "
+            "training in a file of its own"
+        )
 
 
 def is_first_rank() -> bool:

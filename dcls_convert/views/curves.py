@@ -87,7 +87,7 @@ class Curves:
             lines += axes.plot(steps, values, style, color=colour, label=label, **POINTS)
         axes.set(xlabel=unit, ylabel=CURVES[field].format(unit=unit))
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        axes.update_datalim([(self.trainings[0].steps[0], 0)])  # the margin is a share of 0 to top
+        axes.update_datalim([(self.trainings[0].steps[0], 0)])  # with 0, for the top margin
         axes.set_ylim(bottom=0)
         # Short numbers, such as 2.5 with "1e-3" above, so that the label beside them fits.
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))

@@ -62,7 +62,7 @@ def read_trainings(paths: Sequence[Path], plan: ConversionPlan) -> tuple[Trainin
 
 def _names_of(paths: Sequence[Path]) -> list[str]:
     """Return the parts of the paths without those that all have at the start and at the end."""
-    parts = [list(path.absolute().with_suffix("").parts) for path in paths]
+    parts = [list(Path(str(path.absolute()).removesuffix(".jsonl")).parts) for path in paths]
     for end in (-1, 0):
         while min(map(len, parts)) > 1 and len({path[end] for path in parts}) == 1:
             for path in parts:

@@ -12,7 +12,8 @@ from ..geometry import size_text
 from ..tables import Column, Table, indented, title
 from ..text import count_text, printable
 
-LARGER_BY = 4  # cells; the window that is recommended where elements are at the border
+MANY_AT_BORDER = 0.02  # share of elements; from it on, a larger window is recommended
+LARGER_BY = 4  # cells
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
@@ -45,12 +46,14 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     heading = title(inspection.folder, model)
     parts: list[RenderableType] = [heading, Text(), _table(inspection), Text()]
     parts += map(indented, lines)
-    larger = shlex.join(
-        ["dcls-convert", str(inspection.folder), "--dilated-size", _larger_size(rows)]
-    )
-    parts.append(indented("A larger window for the same elements:"))
-    # Never wrapped, so that it can be copied.
-    parts.append(Text(f"     {printable(larger)}", no_wrap=True, overflow="ignore"))
+    if inspection.mean_over_elements("border_share") >= MANY_AT_BORDER:
+        size = _larger_size(rows)
+        larger = shlex.join(["dcls-convert", str(inspection.folder), "--dilated-size", size])
+        if inspection.model is None:
+            larger = f"dcls_convert.convert_(model, dilated_size={size})"
+        parts.append(indented("A larger window for the same elements:"))
+        # Never wrapped, so that it can be copied.
+        parts.append(Text(f"     {printable(larger)}", no_wrap=True, overflow="ignore"))
     if inspection.provenance is not None:
         parts += [Text(), Text(" Conversion:", style="bold")]
         parts += map(indented, provenance_lines(inspection.provenance))

@@ -137,6 +137,7 @@ def test_a_list_is_understood_without_commas():
         "sweep NET --sizes 9 11, 13 --budgets 80% 100%": (
             "sweep NET --sizes 9,11,13 --budgets 80%,100%"
         ),
+        "sweep NET --sizes=9 13": "sweep NET --sizes 9,13",
         "NET --dilated-size 9 11 --dry-run --json": "NET --dilated-size 9x11 --dry-run --json",
     }.items():
         outputs = []
@@ -154,17 +155,20 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
     size = ("--dilated-size", 9, "--input-size", "3x32x32")
     assert run_to_end(NET, *size, "--output", "~/one", "--quiet")[1] == f"{tmp_path}/home/one\n"
     assert run_to_end(NET, *size, "--output=~/two", "--quiet")[1] == f"{tmp_path}/home/two\n"
+    assert run_to_end(NET, *size, "--output", "kept~", "--quiet")[1] == "kept~\n"
     assert run_to_end("inspect", "~/two", "--picture", "~/a.png", "--quiet")[0] == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "kept~"]
     with pytest.raises(DclsConvertError, match="begins with ~"):
         check_output("~/three")
 
 
 def test_what_a_killed_run_left_is_named_after_the_next_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".out.1234.partial").mkdir()
-    (tmp_path / ".other.1234.partial").mkdir()
+    (tmp_path / ".out.a_2b4c6d.partial").mkdir()
+    (tmp_path / ".other.a_2b4c6d.partial").mkdir()
+    (tmp_path / "out.thesis.old").mkdir()
     code, _, err = run_to_end(NET, "--input-size", "3x32x32", "--output", "out")
     assert code == 0
-    assert ".out.1234.partial, beside out, was left by a run that was stopped" in err
+    assert ".out.a_2b4c6d.partial, beside out, was left by a run that was stopped" in err
     assert ".other" not in err
+    assert "thesis" not in err

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import timm
@@ -11,9 +12,11 @@ from torch import nn
 import dcls_convert
 from dcls_convert import DclsConvertError, convert_, load_converted, save_converted
 from dcls_convert.conversion.provenance import provenance_of
+from dcls_convert.placing.place import noted_plan
 
 from ..command_line import run, run_to_end
 from ..layers.common import close, randn
+from ..rules import rules_of
 
 SIZE = (3, 64, 64)
 
@@ -100,6 +103,8 @@ def test_elements_with_a_sigma_spread_into_new_cells_and_the_error_says_how_much
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"dilated_size": (13,)}, r"stages.0.blocks.0.conv_dw: the size 13 is for 1-D"),
+        ({"dilated_size": 13, "input_size": 32}, "omit input size"),
         ({}, "state a dilated size"),
         ({"dilated_size": 13, "kernel_count": 20, "tie": "none"}, "omit kernel count and tie"),
         ({"dilated_size": 13, "input_size": (3, 32, 32)}, "omit input size"),
@@ -115,6 +120,63 @@ def test_other_changes_are_refused_and_change_nothing(converted, options, messag
     assert all(map(torch.equal, before.values(), converted.state_dict().values()))
 
 
+def test_what_timm_notes_of_a_loaded_network_stays(tmp_path, converted):
+    save_converted(converted, noted_plan(converted), tmp_path / "nine")
+    options = {"num_classes": 7, "drop_path_rate": 0.3, "pretrained": True}
+    model = timm.create_model(f"local-dir:{tmp_path}/nine", **options)
+    convert_(model, dilated_size=13)
+    save_converted(model, noted_plan(model), tmp_path / "thirteen")
+    loaded = load_converted(tmp_path / "thirteen")
+    assert loaded.num_classes == 7
+    assert (
+        loaded.stages[3].blocks[0].drop_path.drop_prob
+        == model.stages[3].blocks[0].drop_path.drop_prob
+    )
+    (first, second) = convert_(loaded, dilated_size=15) and provenance_of(loaded)["enlarged"]
+    assert (first, second) == ({"dilated_size": 13}, {"dilated_size": 15})
+
+
+def test_records_and_inspections_see_no_move_where_only_the_centre_moved(tmp_path):
+    net = nn.Sequential(*[nn.Sequential(nn.ZeroPad1d((2, 0)), nn.Conv1d(2, 2, 3)) for _ in "ab"])
+    options = {"kernel_count": 3, "init": "random", "positions": "uniform"}
+    plan = convert_(net, dilated_size=6, input_size=(2, 40), **options).plan
+    save_converted(net, plan, tmp_path / "six")
+    tracker = dcls_convert.tuning.PositionTracker(net)
+    tracker.update(0)
+    plan = convert_(net, dilated_size=11).plan
+    assert max(row.speed for row in tracker.update(1).positions.values()) < 1e-6
+    save_converted(net, plan, tmp_path / "eleven")
+    out, _ = run("inspect", tmp_path / "eleven", "--since", tmp_path / "six", "--json")
+    assert max(row["largest_move"] for row in json.loads(out)["positions"]) < 1e-6
+
+
+def test_inspect_names_the_command_if_many_elements_are_at_the_border(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("test_convnext", "--dilated-size", 9, "--quiet")
+    model = load_converted("test_convnext-dcls9")
+    nn.init.constant_(model.stages[0].blocks[0].conv_dw.positions, 4)
+    nn.init.constant_(model.stages[1].blocks[0].conv_dw.positions, -4)
+    save_converted(model, "test_convnext-dcls9", "tuned")
+    out, _ = run("inspect", "tuned")
+    assert "dcls-convert tuned --dilated-size 13" in out
+    # A model's name has precedence over a folder of the same name.
+    Path("tuned").rename("test_convnext")
+    out, _ = run("test_convnext", "--dilated-size", 11, "--dry-run")
+    assert "Error" not in out
+    out, _ = run("./test_convnext", "--dilated-size", 11, "--dry-run")
+    assert "26 elements in 11x11" in out
+
+
+def test_a_layer_with_a_dense_axis_keeps_it(tmp_path):
+    net = nn.Sequential(nn.Conv2d(2, 2, (1, 7), padding="same"))
+    rules = rules_of({"dilated_size": [3, 9], "match": {}})
+    convert_(net, rules=rules, kernel_count=3, init="random", input_size=(2, 16, 16))
+    assert convert_(net, dilated_size="+4").plan.dilated_sizes == ((5, 11),)
+    narrow = nn.Sequential(nn.Conv2d(2, 2, (1, 7), padding="same"))
+    convert_(narrow, rules=rules_of({"match": {}}), dilated_size=9, init="random", kernel_count=3)
+    assert convert_(narrow, dilated_size=13).plan.dilated_sizes == ((1, 13),)
+
+
 def test_the_command_takes_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("test_convnext", "--dilated-size", 9, "--input-size", "3x64x64", "--quiet")
@@ -125,8 +187,8 @@ def test_the_command_takes_a_folder(tmp_path, monkeypatch):
     expected = load_converted("test_convnext-dcls9").eval()(images)
     torch.testing.assert_close(load_converted(report["output"]).eval()(images), expected)
     inspected, _ = run("inspect", report["output"])
-    assert f"dcls-convert {report['output']} --dilated-size 17" in inspected
-    command = "command=dcls-convert test_convnext-dcls9 --dilated-size 13 --json"
+    assert "A larger window" not in inspected
+    command = '"command": "dcls-convert test_convnext-dcls9 --dilated-size 13 --json"'
     assert command in " ".join(inspected.split())
     for arguments, message in {
         ("test_convnext-dcls9", "--dilated-size", "+4", "--max-macs", "1%", "--dry-run"): (

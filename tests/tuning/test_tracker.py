@@ -121,11 +121,11 @@ def with_the_default_decay(model):
     [
         (
             at_all_parameters,
-            "learn no faster than weights and decay towards the kernel's centre "
+            "learn no faster than weights and decay towards the window's centre "
             "(weight_decay=0.01)",
         ),
         (without_decay, "learn no faster than weights"),
-        (with_the_default_decay, "decay towards the kernel's centre (weight_decay=0.01)"),
+        (with_the_default_decay, "decay towards the window's centre (weight_decay=0.01)"),
     ],
 )
 def test_the_first_record_warns_of_an_optimizer_that_treats_positions_like_weights(make, problem):
@@ -202,8 +202,10 @@ def test_a_record_states_its_unit_and_those_of_a_file_agree(model, tmp_path):
     old = tmp_path / "old.jsonl"
     old.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert {record.unit for record in tuning.read_track(old)} == {"step"}
-    run(model, [2], tuning.PositionTracker(model, path))
     message = r"track\.jsonl: line 3 counts steps, the lines before it epochs; record each training"
+    with pytest.raises(dcls_convert.CheckpointError, match=message):
+        tuning.PositionTracker(model, path)
+    path.write_text(path.read_text() + json.dumps(lines[1] | {"step": 2}) + "\n")
     with pytest.raises(dcls_convert.CheckpointError, match=message):
         tuning.read_track(path)
     with pytest.raises(dcls_convert.DclsConvertError, match=r"unit='hour' must be 'step' or 'epo"):
