@@ -76,9 +76,9 @@ def enlarge_windows_(
     values: list[Tensor] = []
     for module in layers.values():
         if not module.is_tied:
-            values += (
-                [module.positions] if module.sigma is None else [module.positions, module.sigma]
-            )
+            values.append(module.positions)
+            if module.sigma is not None:
+                values.append(module.sigma)
     with unchanged_on_failure(model, values=values):
         for group in position_groups(larger.layers):
             errors |= _set_windows_([layers[layer.name] for layer in group], group)

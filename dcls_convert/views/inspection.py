@@ -25,7 +25,8 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     lines = [
         f"{count_text(len(rows), 'positions tensor')}; {elements}.",
         "Elements: of one kernel, and the window in which they move.",
-        f"Border: {border}; if many are there, the window is too small.",
+        f"Border: {border}; if many are there, the window is too small: "
+        "dcls-convert FOLDER --dilated-size N gives a larger one.",
         f"Overlap: {near} to another of their kernel; near 100 % is normal right after a random "
         "start near the centre.",
         "Spread: root mean square of the coordinates along each axis. Distance: mean distance. "
