@@ -180,7 +180,7 @@ def test_elements_stay_where_they_are_in_another_window(geometry, growth, dense)
         assert layer.dilated_kernel_size == layer.kernel_size == window
         assert layer.kernel().shape[2:] == window
         close(layer(geometry.input), expected)
-    with pytest.raises(ValueError, match="would shift the output|is dense"):
+    with pytest.raises(ValueError, match=r"would shift the output|is dense"):
         layer.set_window_([side + 1 for side in geometry.window])
 
 
