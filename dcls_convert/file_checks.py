@@ -63,7 +63,7 @@ def check_file(path: Path, what: str = "weights file") -> None:
             name = path.as_posix().replace(":/", "://", 1)
             problem = "download it first; URLs are not read"
         elif path.exists():
-            problem = "is not a file; name the file of the weights"
+            problem = "is a folder; name the file in it"
         elif path.is_symlink():
             problem = "is a broken link"
     except OSError as error:

@@ -100,10 +100,12 @@ def key_and_value(text: str) -> str:
 
 
 class InputSize(argparse.Action):
-    """Reads "3 64 64" or "3x64x64"."""
+    """Reads "3 64 64", "3x64x64" or "64x64"."""
 
     def __call__(self, parser: Any, options: Any, words: Any, option: str | None = None) -> None:
         sides = "x".join(words).split("x")
+        if len(words) == 1 and len(sides) == 2:  # as dcls-convert takes them
+            sides = ["3", *sides]
         if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides):
             message = "must be channels, rows and columns, such as 3 64 64 or 3x64x64"
             raise argparse.ArgumentError(self, f"{' '.join(words)}: {message}")

@@ -47,7 +47,8 @@ WHY = (
 )
 TRAINING = (
     "Only training shows the accuracy: a network that is trained already gains nothing until it "
-    "is trained further. In the paper, ConvNeXt was worse below 17x17 and no better above; "
+    "is trained further. In the paper, with images of 224x224, ConvNeXt was worse below 17x17 and "
+    "no better above; "
     "ResNet-50 used 7x7."
 )
 

@@ -237,7 +237,7 @@ def _convert_and_save(
 
 def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest":
     """Return the request with the network itself, if MODEL is a folder that dcls-convert wrote."""
-    from ..checkpoints.folder import has_plan, open_folder
+    from ..checkpoints.folder import CONFIG, has_plan, open_folder
 
     name = str(request.network.model)
     folder = Path(name.removeprefix("local-dir:"))
@@ -245,7 +245,9 @@ def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest"
         from ..networks.source import REGISTRIES, is_registered
 
         if any(is_registered(registry, name) for registry in REGISTRIES):
-            return request  # a model has precedence over a folder of its name
+            if (folder / CONFIG).is_file():
+                console.note(f"{name} is taken for the model's name; the folder is ./{name}")
+            return request
     if not has_plan(folder):
         return request
     opened = open_folder(folder)
@@ -298,7 +300,9 @@ def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name:
     network = request.network
     if start_name == FROM_CONVERTED:
         kwargs = draft.model_args or None
-        network = replace(network, model=str(draft.model), model_kwargs=kwargs)
+        network = replace(
+            network, model=str(draft.model), model_kwargs=kwargs, input_size=draft.input_size
+        )
     return shell_command(network, replace(request.options, dilated_size=AUTO), command="sweep")
 
 

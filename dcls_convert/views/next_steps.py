@@ -47,7 +47,7 @@ def _start(done: Conversion) -> str:
     request = done.request
     random_start = f"random initialisation (seed {request.network.seed})"
     if done.start_name == FROM_CONVERTED:
-        return "the converted network, whose elements stay where they are"
+        return "the converted network; costs are relative to the unconverted one"
     if done.start_name == FROM_ELEMENTS:
         return "the authors' elements and positions, so that the outputs are those of their network"
     if done.start_name == EXACT:

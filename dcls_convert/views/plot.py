@@ -71,8 +71,8 @@ NO_DATE: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None
 HASH_SALT = "dcls-convert"  # without a salt, the names inside an SVG are random
 OLD_KERNEL: dict[str, Any] = {"fill": False, "ec": "C1", "ls": "--", "lw": 0.7}
 HEAT_MAP_LEGEND = (
-    f"Left: number of elements in bins of 1/{BINS_PER_CELL} cell; axes are in cells from the "
-    "centre. Dashed: the old kernel."
+    f"Left: number of elements in bins of 1/{BINS_PER_CELL} cell, coloured by its square root; "
+    "axes are in cells from the centre. Dashed: the old kernel."
 )
 KERNELS_LEGEND = (
     "Right: kernels of the first layer with the most energy, by output channel{inputs}. Dots are "

@@ -161,8 +161,9 @@ def test_inspect_names_the_command_if_many_elements_are_at_the_border(tmp_path, 
     assert "dcls-convert tuned --dilated-size 13" in out
     # A model's name has precedence over a folder of the same name.
     Path("tuned").rename("test_convnext")
-    out, _ = run("test_convnext", "--dilated-size", 11, "--dry-run")
+    out, err = run("test_convnext", "--dilated-size", 11, "--dry-run")
     assert "Error" not in out
+    assert "the folder is ./test_convnext" in err
     out, _ = run("./test_convnext", "--dilated-size", 11, "--dry-run")
     assert "26 elements in 11x11" in out
 
@@ -192,7 +193,7 @@ def test_the_command_takes_a_folder(tmp_path, monkeypatch):
     assert command in " ".join(inspected.split())
     for arguments, message in {
         ("test_convnext-dcls9", "--dilated-size", "+4", "--max-macs", "1%", "--dry-run"): (
-            "sizes are compared by: dcls-convert sweep timm:test_convnext"
+            "sizes are compared by: dcls-convert sweep timm:test_convnext --input-size 3x64x64"
         ),
         ("test_convnext-dcls9", "--dilated-size", 13, "--pretrained"): "omit pretrained",
         ("local-dir:test_convnext-dcls9",): "state a dilated size",
