@@ -194,11 +194,11 @@ def test_help_shows_every_default(script, monkeypatch, capsys):
             assert "default: " in sections[name]
 
 
-def test_sizes_have_two_forms_and_a_quoted_home_is_expanded(monkeypatch):
+def test_sizes_have_three_forms_and_a_quoted_home_is_expanded(monkeypatch):
     finetune = importlib.import_module("finetune")
     monkeypatch.setenv("HOME", str(Path.cwd()))
     command = "finetune.py ~/model --data ~/images --output ~/run --input-size"
-    for size in ("3 48 64", "3x48x64"):
+    for size in ("3 48 64", "3x48x64", "48x64"):
         monkeypatch.setattr(sys, "argv", f"{command} {size}".split())
         options = finetune.parse_arguments()
         assert options.input_size == [3, 48, 64]
