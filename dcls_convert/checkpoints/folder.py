@@ -94,9 +94,9 @@ class OpenedFolder:
 
 
 def has_plan(folder: Path) -> bool:
-    """True if there is a folder whose config.json names our entry in timm's registry."""
+    """True if the folder's config.json names our entry in timm's registry."""
     path = folder / CONFIG
-    return path.is_file() and read_json(path, str(path)).get("architecture") == TIMM_ARCHITECTURE
+    return read_json(path, str(path)).get("architecture") == TIMM_ARCHITECTURE
 
 
 def open_folder(folder: str | Path) -> OpenedFolder:

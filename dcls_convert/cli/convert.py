@@ -241,12 +241,13 @@ def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest"
 
     name = str(request.network.model)
     folder = Path(name.removeprefix("local-dir:"))
-    if len(folder.parts) == 1 and name == str(folder):
+    if not (folder / CONFIG).is_file():
+        return request
+    if folder.parts == (name,):
         from ..networks.source import REGISTRIES, is_registered
 
         if any(is_registered(registry, name) for registry in REGISTRIES):
-            if (folder / CONFIG).is_file():
-                console.note(f"{name} is taken for the model's name; the folder is ./{name}")
+            console.note(f"{name} is taken for the model's name; the folder is ./{name}")
             return request
     if not has_plan(folder):
         return request

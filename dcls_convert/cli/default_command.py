@@ -20,7 +20,7 @@ KEYWORDS_OPTION = "--model-kwargs"  # takes one value or several
 # Joins the numbers of an option's value that are given as separate words.
 SEPARATORS = {"--dilated-size": "x", "--input-size": "x"}
 SEPARATORS |= dict.fromkeys(("--sizes", "--counts", "--budgets", "--mean", "--std"), ",")
-# Words that are joined by each: sides, of which there are at most three more; or parts of a list.
+# What is joined by each: up to three sides and another one; or parts of a list.
 NUMBERS = {"x": re.compile(r"[0-9]+(x[0-9]+){0,2}"), ",": re.compile(r"[+0-9.][+0-9.x%e,-]*")}
 HOME = re.compile(r"^(--[a-z-]+=)?~(?=$|[/\\])")
 
