@@ -62,8 +62,10 @@ def check_file(path: Path, what: str = "weights file") -> None:
         if URL.match(path.as_posix()):
             name = path.as_posix().replace(":/", "://", 1)
             problem = "download it first; URLs are not read"
-        elif path.exists():
+        elif path.is_dir():
             problem = "is a folder; name the file in it"
+        elif path.exists():
+            problem = "is not a file"
         elif path.is_symlink():
             problem = "is a broken link"
     except OSError as error:
