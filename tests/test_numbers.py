@@ -83,8 +83,12 @@ def test_times_on_a_cpu_are_those_of_the_stored_results():
     def times(model, mode, other="dense original"):
         return 1 / over[model, mode, other]
 
-    one, eight, training = "inference, batch 1", "inference, batch 8", "training step, batch 8"
-    tiny, resnet50, resnet18 = "convnext_tiny", "resnet50", "resnet18"
+    one = "inference, batch 1"
+    eight = "inference, batch 8"
+    training = "training step, batch 8"
+    tiny = "convnext_tiny"
+    resnet50 = "resnet50"
+    resnet18 = "resnet18"
     authors = "authors' package"
     folded = over[tiny, one, "ours folded"] * times(tiny, one)
     construction = cells("geometric mean")

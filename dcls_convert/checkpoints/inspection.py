@@ -136,14 +136,8 @@ def _positions_of_start(start: OpenedFolder) -> dict[str, Tensor]:
     for first, *_ in position_groups(plan_with_positions(start).layers):
         name = first.position_names["positions"]
         if name in state:
-            positions[name] = _from_centre(first, state[name])
+            positions[name] = statistics.from_old_centre(state[name], first.old_centre)
     return positions
-
-
-def _from_centre(first: LayerPlan, positions: Tensor) -> Tensor:
-    """Return positions (A, ...) from the centre of the old kernel instead of the window's."""
-    centre = positions.new_tensor(first.old_centre)
-    return positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
 
 
 def _describe_misfit(layer: LayerPlan, name: str, tensor: Tensor | None) -> str | None:
@@ -167,7 +161,7 @@ def _row(
     mean_sigma = None
     if "sigma" in tensors:
         mean_sigma = float(tensors["sigma"].mean(dtype=torch.float64))
-    from_centre = _from_centre(first, positions)
+    from_centre = statistics.from_old_centre(positions, first.old_centre)
     mean_move = None
     largest_move = None
     if start is not None:

@@ -88,14 +88,12 @@ def _join_numbers(args: Sequence[str]) -> list[str]:
     """Turn `--input-size 3 64 64` into `--input-size 3x64x64`, and `--sizes 9 13` into 9,13."""
     words: list[str] = []
     for word in args:
-        last = words[-1] if words else ""
-        option, equals, value = last.partition("=")
-        if not equals:
-            option, value = (words[-2] if len(words) > 1 else ""), last
-        separator = SEPARATORS.get(option)
-        numbers = NUMBERS.get(separator or "")
-        if numbers and numbers.fullmatch(value) and numbers.fullmatch(word):
-            words[-1] = last.rstrip(",") + str(separator) + word
+        option, equals, value = word.partition("=")
+        separator = SEPARATORS.get(words[-2]) if len(words) > 1 else None
+        if equals and option in SEPARATORS:
+            words += [option, value]
+        elif separator and all(map(NUMBERS[separator].fullmatch, (words[-1], word))):
+            words[-1] = words[-1].rstrip(",") + separator + word
         else:
             words.append(word)
     return words

@@ -21,6 +21,12 @@ OVERLAP_DISTANCE = 0.5
 MAX_DISTANCES = 1 << 22  # computed at once: 16 MiB per axis in float32; one kernel may have more
 
 
+def from_old_centre(positions: Tensor, old_centre: Sequence[float]) -> Tensor:
+    """Return positions (A, ...) from the old kernel's centre instead of the window's."""
+    centre = positions.new_tensor(old_centre)
+    return positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
+
+
 def border_share(positions: Tensor, size: Sequence[int], grow: Sequence[Grow] = ()) -> float:
     """Return the share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond it.
 

@@ -250,8 +250,9 @@ def note_plan_(model: nn.Module, plan: ConversionPlan) -> None:
 
 def note_other_windows_(model: nn.Module, plan: ConversionPlan) -> None:
     """Note that a converted model has other windows; what else timm noted of it stays."""
-    vars(model)[PLAN_ATTRIBUTE] = plan.to_dict()
-    change_marked_plan_(model, plan.to_dict())
+    noted = plan.to_dict()
+    vars(model)[PLAN_ATTRIBUTE] = noted
+    change_marked_plan_(model, noted)
 
 
 def noted_plan(model: nn.Module) -> ConversionPlan | None:

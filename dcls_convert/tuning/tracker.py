@@ -22,7 +22,7 @@ from ..layers.position_parameters import (
     describe_imprecise,
     position_parameters,
 )
-from ..layers.position_statistics import border_share
+from ..layers.position_statistics import border_share, from_old_centre
 from ..layers.ties import is_sharded
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import STRICT, Record, adapter
@@ -153,8 +153,7 @@ class PositionTracker:
             positions: Any = parameter.tensor.detach()  # (A, *C, E)
             if is_sharded(positions):
                 positions = positions.full_tensor()
-            centre = positions.new_tensor(parameter.old_centre)
-            from_centre = positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
+            from_centre = from_old_centre(positions, parameter.old_centre)
             rows[name] = TrackedPositions(
                 speed=self._speed(name, from_centre, step),
                 border_share=border_share(positions, parameter.learnt_size, parameter.learnt_grow),

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 # Inches.
-LEAST_WIDTH = 1.9  # of a panel with its numbers and label
+LEAST_PANEL_WIDTH = 1.9  # of a panel with its numbers and label
 HEIGHT = 1.85
-LEFT = 0.45  # numbers and label beside a panel
+PANEL_LEFT = 0.45  # numbers and label beside a panel
 BOTTOM = 0.35  # numbers and label below a panel
 TOP = 0.2  # a factor such as 1e-3 above a panel
 SPACE = 0.1
@@ -68,9 +68,9 @@ class Curves:
             width = self.width / self._columns
             axes = add_axes(
                 part,
-                column * width + LEFT,
+                column * width + PANEL_LEFT,
                 self._legend_rows * LINE + SPACE + (self._rows - 1 - row) * HEIGHT + BOTTOM,
-                width - LEFT - SPACE,
+                width - PANEL_LEFT - SPACE,
                 HEIGHT - BOTTOM - TOP,
             )
             lines = self._draw_panel(axes, field)
@@ -144,7 +144,7 @@ class Curves:
 
     @property
     def _columns(self) -> int:
-        most = max(int(self.width / LEAST_WIDTH), 1)
+        most = max(int(self.width / LEAST_PANEL_WIDTH), 1)
         return max(min(most, len(self._fields)), 1)
 
     @property

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 FONT_SIZE = 7  # points
-SMALL = 6  # points; numbers at axes, and titles of panels
+SMALL_FONT_SIZE = 6  # points; numbers at axes, and titles of panels
 LINE = 0.14  # height of a line of text
 CHARACTERS_PER_INCH = 19  # of text, at most
 MARGIN = 0.05  # of the figure

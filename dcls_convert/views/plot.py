@@ -23,7 +23,16 @@ from ..planning.plan import ConversionPlan
 from ..text import count_text, shortened
 from .curves import Curves
 from .history import Training
-from .layout import CHARACTERS_PER_INCH, FONT_SIZE, LINE, MARGIN, SMALL, add_axes, add_text, wrapped
+from .layout import (
+    CHARACTERS_PER_INCH,
+    FONT_SIZE,
+    LINE,
+    MARGIN,
+    SMALL_FONT_SIZE,
+    add_axes,
+    add_text,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,9 +44,9 @@ TICKS = 0.24  # numbers below a heat map, and space to the next row
 LEFT = 0.24  # numbers beside a heat map
 GAP = 0.06  # between panels, and before colour bars
 BAR = 0.05  # width of a colour bar
-COUNTS = 0.24  # numbers beside the colour bar of a heat map
-WEIGHTS = 0.45  # numbers beside that of kernels
-BESIDE_PANELS = LEFT + (BAR + COUNTS) + (BAR + WEIGHTS)
+BESIDE_COUNTS = 0.24  # numbers beside the colour bar of a heat map
+BESIDE_WEIGHTS = 0.45  # numbers beside that of kernels
+BESIDE_PANELS = LEFT + (BAR + BESIDE_COUNTS) + (BAR + BESIDE_WEIGHTS)
 LEAST_WIDTH = 0.64  # of a panel
 LEAST_HEIGHT = 0.3
 
@@ -51,17 +60,17 @@ STYLE = {
     "font.size": FONT_SIZE,
     "axes.labelsize": FONT_SIZE,
     "axes.linewidth": 0.5,
-    "axes.titlesize": SMALL,
+    "axes.titlesize": SMALL_FONT_SIZE,
     "axes.titlepad": 2,
     "figure.titlesize": FONT_SIZE,
     "legend.fontsize": FONT_SIZE,
     "pdf.fonttype": 42,  # TrueType; many conferences refuse the default, Type 3
     "text.parse_math": False,
-    "xtick.labelsize": SMALL,
+    "xtick.labelsize": SMALL_FONT_SIZE,
     "xtick.major.size": 2,
     "xtick.major.width": 0.5,
     "xtick.major.pad": 2,
-    "ytick.labelsize": SMALL,
+    "ytick.labelsize": SMALL_FONT_SIZE,
     "ytick.major.size": 2,
     "ytick.major.width": 0.5,
     "ytick.major.pad": 2,
@@ -199,10 +208,10 @@ def _draw_row(
         return panel
 
     heat_map = add_panel(panel_width, GAP)
-    _draw_positions(heat_map, add_panel(BAR, COUNTS), layers, tensors["positions"])
+    _draw_positions(heat_map, add_panel(BAR, BESIDE_COUNTS), layers, tensors["positions"])
     kernels = min(first.out_channels * first.in_channels // first.groups, _kernels_in_a_row(width))
     panels = [add_panel(panel_width, GAP) for _ in range(kernels)]
-    _draw_kernels(panels, add_panel(BAR, WEIGHTS), first, tensors, _weight_of(first, state))
+    _draw_kernels(panels, add_panel(BAR, BESIDE_WEIGHTS), first, tensors, _weight_of(first, state))
 
 
 def _draw_positions(
