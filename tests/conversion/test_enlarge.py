@@ -47,7 +47,7 @@ def test_a_larger_window_has_the_same_elements_and_outputs(converted):
     provenance = provenance_of(converted)
     report = convert_(converted, dilated_size=13)
     close(converted(images), expected)
-    assert all(map(lambda a, b: a is b, converted.parameters(), parameters))
+    assert [id(one) for one in converted.parameters()] == [id(one) for one in parameters]
     assert report.plan.dilated_sizes == ((13, 13),)
     assert max(layer.fit_error for layer in report.layers) < 1e-6
     assert provenance.items() < provenance_of(converted).items()

@@ -142,9 +142,30 @@ def test_the_first_record_warns_of_an_optimizer_that_treats_positions_like_weigh
     tracker.update(1)
 
 
+def groups_of_the_paper(model):
+    return torch.optim.AdamW(tuning.param_groups(model, lr=1e-3))
+
+
+def equal_rates_on_purpose(model):
+    groups = tuning.param_groups(model, lr=1e-3, position_lr_scale=1.0, weight_decay=0.0)
+    return torch.optim.AdamW(groups)
+
+
 def groups_with_one_rate(model):
     """As docs/training.md has it for Prodigy and D-Adaptation."""
     return torch.optim.AdamW(tuning.param_groups(model), lr=1.0)
+
+
+def timms_own_groups(model):
+    return create_optimizer_v2(model, lr=1e-3, weight_decay=0.05)
+
+
+def timms_groups_by_layer(model):
+    return create_optimizer_v2(model, lr=1e-3, weight_decay=0.05, layer_decay=0.7)
+
+
+def our_groups_by_timm(model):
+    return create_optimizer_v2(model, lr=1e-3, param_group_fn=tuning.param_groups)
 
 
 def frozen_positions(model):
@@ -156,14 +177,12 @@ def frozen_positions(model):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda model: torch.optim.AdamW(tuning.param_groups(model, lr=1e-3)),
-        lambda model: torch.optim.AdamW(
-            tuning.param_groups(model, lr=1e-3, position_lr_scale=1.0, weight_decay=0.0)
-        ),
-        lambda model: create_optimizer_v2(model, lr=1e-3, weight_decay=0.05),
-        lambda model: create_optimizer_v2(model, lr=1e-3, weight_decay=0.05, layer_decay=0.7),
-        lambda model: create_optimizer_v2(model, lr=1e-3, param_group_fn=tuning.param_groups),
+        groups_of_the_paper,
+        equal_rates_on_purpose,
         groups_with_one_rate,
+        timms_own_groups,
+        timms_groups_by_layer,
+        our_groups_by_timm,
         frozen_positions,
     ],
 )
