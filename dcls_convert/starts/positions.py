@@ -1,11 +1,18 @@
 """Find positions of elements whose kernels are close to given kernel lines.
 
 An element spreads over the cells of the box in which kernels are fitted: this is its footprint. For
-example, in a box of 1 x 4 cells, with the bilinear interpolation:
+example, two bilinear elements for an old kernel of three cells, in a window of seven:
 
-    cell                                       0     1     2     3
-    footprint of an element at 1.25            0   0.75  0.25    0
-    its share of a kernel, if it weighs 2      0   1.5   0.5     0
+    position, from the window's centre       -3    -2    -1     0     1     2     3
+    old kernel                                            1     4     2
+    box position, from the box's first cell               0     1     2      squared error
+                                                                                  21
+    added first, on the grid: 5.6 at 1.25                 0     4.2   1.4          1.40
+    added second: 1 at 0                                  1     0     0            0.40
+    both off the grid: 5.98 at 1.328, 1 at 0              1     4.02  1.96         0.002
+
+The footprint of the element at 1.25 is (0, 0.75, 0.25). The box of other interpolations has more
+cells on either side (see `Box`).
 
 An error of a kernel costs the sum of its squares or, with roots, those of error @ root. So an
 element's atom is its footprint, or footprint @ root. For given positions, the best weights are

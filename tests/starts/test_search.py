@@ -49,6 +49,24 @@ def atoms_at(search, steps):
     return footprints if search.roots is None else footprints @ search.roots
 
 
+def test_the_example_of_the_positions_module_is_what_a_search_gives():
+    box = Box((3,), (1,), (7,), "bilinear")
+    tables = FootprintTables.of(box, 4, EXAMPLE)
+    kernel_line = torch.tensor([[[1.0, 4.0, 2.0]]], dtype=torch.float64)
+    search = Search(kernel_line, 2, tables, None)
+    errors = search.add_elements_(NEVER)
+    assert [round(float(error), 5) for error in errors] == [21, 1.4, 0.4]
+    assert search.positions().flatten().tolist() == [1.25, 0]
+    torch.testing.assert_close(
+        search.weights().flatten(), torch.tensor([5.6, 1.0], dtype=torch.float64), rtol=0, atol=1e-3
+    )
+    search.refine_(5)
+    assert search.positions().flatten().tolist() == [1.328125, 0]
+    kernel = (search.weights() @ search.tables.at(search.steps)).flatten()
+    assert kernel.round(decimals=2).tolist() == [1, 4.02, 1.96]
+    assert round(float((kernel - kernel_line).square().sum()), 3) == 0.002
+
+
 @pytest.mark.parametrize("with_roots", [False, True])
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize(("kernel_size", "count"), [((5, 3), 8), ((9,), 4), ((3, 2, 3), 6)])
