@@ -80,14 +80,6 @@ class OldConv(ConvSettings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GrowthLimit:
-    """Why a window must not grow to both sides along an axis, and to which side it may."""
-
-    reason: str
-    side: Direction | None  # None if to neither
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ConvSite(OldConv):
     """One convolution object of the model, as found before conversion."""
 
@@ -98,8 +90,6 @@ class ConvSite(OldConv):
     # Why other code needs the attributes of the convolution, which a layer has only if its window
     # grows to one side; None if it does not.
     reads_attributes: str | None = None
-    # Axes along which windows must not grow to both sides; found when they are chosen.
-    growth_limits: Mapping[int, GrowthLimit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
+from ..geometry import Direction
 from ..networks.sites import ConvSite, ModelConvs, count_conv_kinds
 from ..options import AUTO, EXACT
 from ..text import short_list, shortened
@@ -18,6 +19,35 @@ from .rules import Rule, RuleSet
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3", "conv1d")  # in the order of `auto`
 
 NOT_MATCHED = "not matched"  # begins the reason for a site that no rule claims
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowthLimit:
+    """Why a window must not grow to both sides along an axis, and to which side it may."""
+
+    reason: str
+    side: Direction | None  # None if to neither
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A convolution, and the rule that converts it."""
+
+    site: ConvSite
+    rule: Rule
+    label: str  # name of the rule, for messages and the plan
+    default_size: int | Sequence[int] | str | None  # of the rule file, if it states one
+    # By axis: what was measured with windows that were tried.
+    growth_limits: Mapping[int, GrowthLimit] = field(default_factory=dict)
+
+    @property
+    def states_growth(self) -> bool:
+        """True if the rule says to which sides windows grow, whatever was measured."""
+        return self.rule.grow is not None or self.rule.padding == "any"
+
+    def size(self, option: int | Sequence[int] | str | None) -> Any:
+        """Return the window as stated: by the rule, or else by the option, or else by the file."""
+        return self.rule.dilated_size or option or self.default_size
 
 
 def choose_rules(
@@ -60,12 +90,11 @@ def match_rules(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, in
     return rule_of, reasons
 
 
-def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], dict[str, str]]:
+def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[list[Claim], dict[str, str]]:
     """Decide which rule converts which site, and say why the other sites stay.
 
     Returns:
-        Two mappings from names of sites, as `match_rules` does; a site whose rule skips it is in
-        the second.
+        A claim for each site that is converted; and the reasons for the others, by name.
 
     Raises:
         PlanError: The model is itself a convolution.
@@ -81,14 +110,24 @@ def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], dic
     rule_of, reasons = match_rules(rules, convs.sites)
     if not rule_of:
         raise NothingMatchesError(_why_nothing_matches(rules, convs))
-    converting: dict[str, int] = {}
-    for name, index in rule_of.items():
-        skip = rules.rules[index].skip
-        if skip is None:
-            converting[name] = index
-        else:
-            reasons[name] = skip
-    if not converting:
+    claims = []
+    for site in convs.sites:
+        if site.name not in rule_of:
+            continue
+        index = rule_of[site.name]
+        rule = rules.rules[index]
+        if rule.skip is not None:
+            reasons[site.name] = rule.skip
+            continue
+        claims.append(
+            Claim(
+                site=site,
+                rule=rule,
+                label=rules.label(index),
+                default_size=rules.defaults.dilated_size,
+            )
+        )
+    if not claims:
         raise NothingMatchesError(
             f"{rules.source}: its rules skip all that they match; nothing would be converted"
         )
@@ -99,7 +138,7 @@ def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], dic
         near = _near_paths(rule.match.paths, convs)
         if near:  # of several paths, one is misspelt
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r}{near}")
-    return converting, reasons
+    return claims, reasons
 
 
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:

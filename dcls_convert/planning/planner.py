@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..errors import NothingMatchesError, PlanError, RuleError, check_argument
-from ..geometry import along_learnt_axes
+from ..geometry import Direction, along_learnt_axes
 from ..layers.interpolation import find_interpolation
-from ..networks.sites import ONE_SIDE, ConvSite, GrowthLimit, ModelConvs, OldConv, Skipped
+from ..networks.sites import ONE_SIDE, AllowedWindows, ConvSite, ModelConvs, OldConv, Skipped
 from ..networks.source import ModelSource
 from ..options import (
     AUTO,
@@ -23,7 +23,7 @@ from ..options import (
 )
 from ..running.input_spec import image_inputs
 from ..text import count_text, one_line, short_list
-from .claims import assign_rules, choose_rules, refuse_overridden_options
+from .claims import Claim, GrowthLimit, assign_rules, choose_rules, refuse_overridden_options
 from .kernel_counts import UNSOLVED, check_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan, DraftPlan
@@ -200,11 +200,11 @@ def _plan_layers(
         RuleError, PlanError: A rule's count, or an interpolation, makes an exact start impossible.
         RuleError, PlanError, NothingMatchesError: See `assign_rules`.
     """
-    rule_of, reasons = assign_rules(rules, convs)
+    claims, reasons = assign_rules(rules, convs)
     refuse_overridden_options(rules, options)
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
-    drafts, errors = _allowed_layers(convs, rules, rule_of, options)
+    drafts, errors = _allowed_layers(claims, convs, options)
     reasons |= {name: str(error) for name, error in errors.items()}
     if errors and (options.strict or not drafts):
         name = next(iter(errors))
@@ -221,142 +221,121 @@ def _plan_layers(
     for site in convs.sites:
         if site.name in reasons:
             skipped.append(Skipped(name=site.name, type=site.type, reason=reasons[site.name]))
-    overruled = _what_rules_overrule(convs, rules, rule_of, drafts)
+    stated = {claim.site.name for claim in claims if claim.states_growth}
+    overruled = _what_rules_overrule(
+        convs.dependence, [draft for draft in drafts if draft.name in stated]
+    )
     return drafts, [*skipped, *convs.skipped], overruled
 
 
 def _allowed_layers(
-    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
+    claims: Sequence[Claim], convs: ModelConvs, options: PlanOptions
 ) -> tuple[list[LayerPlan], dict[str, PlanError]]:
     """Draft layers whose windows the network allows; also return why other sites have no layer.
 
     A window that the network does not allow grows to one side, or is taken out. Then, "auto" may
     find another size, so the network is measured again.
     """
+    stated = {claim.site.name for claim in claims if claim.states_growth}
     if convs.dependence is not None:
-        convs = _with_broken(
-            convs, _broken_if_all_grew_to_both_sides(convs, rules, rule_of, options)
-        )
+        broken = _broken_if_all_grew_to_both_sides(claims, convs.dependence, options)
+        claims = _with_broken(claims, broken)
     while True:
         drafts: list[LayerPlan] = []
         errors: dict[str, PlanError] = {}
-        size = _size_to_plan(convs, rules, rule_of, options)
-        for site in convs.sites:
-            if site.name not in rule_of:
-                continue
+        size: Any = options.dilated_size
+        if size == AUTO:
+            size = recommended_size(claims, convs.macs)
+        for claim in claims:
             try:
-                drafts.append(_plan_layer(site, rules, rule_of[site.name], size, options))
+                drafts.append(_plan_layer(claim, size, options))
             except PlanError as error:
-                errors[site.name] = error
-        measured = [
-            draft for draft in drafts if not _states_growth(rules.rules[rule_of[draft.name]])
-        ]
-        broken = _broken_by(convs, measured)
+                errors[claim.site.name] = error
+        measured = [draft for draft in drafts if draft.name not in stated]
+        broken = _broken_by(convs.dependence, measured)
         if not broken:
             return drafts, errors
-        convs = _with_broken(convs, broken)
+        claims = _with_broken(claims, broken)
 
 
-def _states_growth(rule: Rule) -> bool:
-    """True if the rule says to which sides windows grow, whatever was measured."""
-    return rule.grow is not None or rule.padding == "any"
-
-
-def _size_to_plan(
-    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
-) -> int | Sequence[int] | str | None:
-    """Return the size for rules that state none; None if the rules or their defaults state all."""
-    if options.dilated_size == AUTO:
-        return recommended_size(convs, rules, rule_of)
-    return options.dilated_size
-
-
-def _broken_by(convs: ModelConvs, drafts: Sequence[LayerPlan]) -> dict[str, dict[int, str]]:
+def _broken_by(
+    dependence: AllowedWindows | None, drafts: Sequence[LayerPlan]
+) -> dict[str, dict[int, str]]:
     """Return the axes along which windows of drafts must not grow as planned, and why."""
-    if convs.dependence is None:
+    if dependence is None:
         return {}
     windows = {draft.name: draft.dilated_size for draft in drafts}
     grow = {draft.name: draft.grow_of_axes for draft in drafts if draft.grow}
-    return convs.dependence.broken_by(windows, grow)
+    return dependence.broken_by(windows, grow)
 
 
 def _broken_if_all_grew_to_both_sides(
-    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
+    claims: Sequence[Claim], dependence: AllowedWindows, options: PlanOptions
 ) -> dict[str, dict[int, str]]:
     """Return the axes along which windows must not grow to both sides, and why.
 
     Windows of convolutions whose padding is off centre are tried, too: in a causal network, these
     may grow back.
     """
-    assert convs.dependence is not None
-    size: Any = options.dilated_size
-    if size == AUTO:
-        size = rules.defaults.dilated_size or SIZE_TO_TRY
     windows = {}
-    for site in convs.sites:
-        if site.name not in rule_of:
+    for claim in claims:
+        if claim.states_growth:
             continue
-        rule = rules.rules[rule_of[site.name]]
-        if _states_growth(rule):
-            continue
+        size: Any = options.dilated_size
+        if size == AUTO:
+            size = claim.default_size or SIZE_TO_TRY
         with contextlib.suppress(PlanError):  # raised again for the draft
-            windows[site.name] = window_to_try(site, _stated_size(rules, rule, size), rule)
+            windows[claim.site.name] = window_to_try(claim, size)
     found = {}
-    for name, reasons in convs.dependence.broken_by(windows).items():
+    for name, reasons in dependence.broken_by(windows).items():
         # Another reason, such as padding that is too wide, may not hold for the planned window.
         found[name] = {axis: reason for axis, reason in reasons.items() if reason == ONE_SIDE}
     return found
 
 
-def _with_broken(convs: ModelConvs, broken: Mapping[str, Mapping[int, str]]) -> ModelConvs:
-    """Return the convolutions with limits for axes along which their windows broke a law.
+def _with_broken(claims: Sequence[Claim], broken: Mapping[str, Mapping[int, str]]) -> list[Claim]:
+    """Return the claims, with limits for axes along which their windows broke a law.
 
     Back is tried first, then ahead: a causal network may convolve a map that it has reversed.
     """
-    sites = []
-    for site in convs.sites:
-        limits = dict(site.growth_limits)
-        for axis, reason in broken.get(site.name, {}).items():
-            tried = limits.get(axis)
-            if tried is None:
-                limits[axis] = GrowthLimit(
-                    reason=reason, side="back" if reason == ONE_SIDE else None
-                )
-            else:
-                limits[axis] = replace(
-                    tried, reason=reason, side="ahead" if tried.side == "back" else None
-                )
-        sites.append(replace(site, growth_limits=limits))
-    return replace(convs, sites=tuple(sites))
+    limited = []
+    for claim in claims:
+        limits = dict(claim.growth_limits)
+        for axis, reason in broken.get(claim.site.name, {}).items():
+            side: Direction | None = None
+            if axis not in limits:
+                side = "back" if reason == ONE_SIDE else None
+            elif limits[axis].side == "back":
+                side = "ahead"
+            limits[axis] = GrowthLimit(reason=reason, side=side)
+        limited.append(replace(claim, growth_limits=limits))
+    return limited
 
 
 def _what_rules_overrule(
-    convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], drafts: Sequence[LayerPlan]
+    dependence: AllowedWindows | None, drafts: Sequence[LayerPlan]
 ) -> tuple[str, ...]:
     """Return sentences on windows that grow as rules say, though the network forbids it."""
-    stated = [draft for draft in drafts if _states_growth(rules.rules[rule_of[draft.name]])]
     names_of: dict[str, list[str]] = {}
-    for name, reasons in _broken_by(convs, stated).items():
+    for name, reasons in _broken_by(dependence, drafts).items():
         for reason in dict.fromkeys(reasons.values()):
             names_of.setdefault(reason, []).append(name)
     return tuple(f"{short_list(names)}: {reason}" for reason, names in names_of.items())
 
 
 def _plan_layer(
-    site: ConvSite,
-    rules: RuleSet,
-    index: int,
-    size: int | Sequence[int] | str | None,
-    options: PlanOptions,
+    claim: Claim, size: int | Sequence[int] | str | None, options: PlanOptions
 ) -> LayerPlan:
     """Draft a layer without a tie group; its count is UNSOLVED if no rule or option states one.
 
     Args:
-        index: Index of the rule that claims the site.
+        claim: The site, and the rule that claims it.
         size: The window if the rule states none; None if the rules or their defaults state all.
+        options: The options of the plan.
     """
-    rule = rules.rules[index]
-    window, dense_axes, grow = choose_window(site, _stated_size(rules, rule, size), rule)
+    site = claim.site
+    rule = claim.rule
+    window, dense_axes, grow = choose_window(claim, size)
     from_site = {field.name: getattr(site, field.name) for field in fields(OldConv)}
     from_site["stage"] = rule.stage_of(site.name) or site.stage
     count = _stated_count(site, dense_axes, rule, options)
@@ -368,14 +347,9 @@ def _plan_layer(
         kernel_count=count,
         count_is_stated=count != UNSOLVED,
         tie_group=None,
-        rule=rules.label(index),
+        rule=claim.label,
         grow=grow,
     )
-
-
-def _stated_size(rules: RuleSet, rule: Rule, size: Any) -> Any:
-    """Return the window as stated: by the rule, or else by the option, or else by the defaults."""
-    return rule.dilated_size or size or rules.defaults.dilated_size
 
 
 def _stated_count(

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
@@ -21,11 +21,12 @@ from ..geometry import (
     size_text,
     static_padding,
 )
-from ..networks.sites import ONE_SIDE, ConvSite, ModelConvs, OldConv
+from ..networks.sites import ONE_SIDE, ConvSite, OldConv
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from ..text import join_with_and, short_list
+from .claims import Claim
 from .layer_plan import LayerPlan, check_layer
-from .rules import Rule, RuleSet
+from .rules import Rule
 
 ALL_THE_SAME = "A rule with 'grow' or 'padding: any' converts it all the same"
 IF_CAUSAL = "if the network is causal, 'grow: back' in a rule lets it grow to one side"
@@ -35,31 +36,25 @@ class NoWindowError(PlanError):
     """A convolution whose kernel must not grow, whatever the size of the window."""
 
 
-def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
+def recommended_size(claims: Sequence[Claim], macs: int | None) -> str | None:
     """Return the growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
 
     It is the largest growth that
 
-    - adds at most MAX_ADDED_COST_PERCENT to the MACs,
+    - adds at most MAX_ADDED_COST_PERCENT to the model's MACs,
     - makes no window larger than MAX_WINDOW,
     - lets at least half of the windows fit their maps, so that no cell meets only padding,
     - fits every layer that the smallest growth fits.
 
     If there is none, it is the smallest growth.
     """
-    if rules.defaults.dilated_size:
+    if all(claim.size(None) for claim in claims):
         return None
-    converted: list[tuple[ConvSite, Rule]] = []
-    for site in convs.sites:
-        if site.name in rule_of:
-            converted.append((site, rules.rules[rule_of[site.name]]))
-    if all(rule.dilated_size for _, rule in converted):
-        return None
-    max_added_macs = (convs.macs or 0) * MAX_ADDED_COST_PERCENT / 100
-    at_min_growth = _grow(converted, MIN_GROWTH)
+    max_added_macs = (macs or 0) * MAX_ADDED_COST_PERCENT / 100
+    at_min_growth = _grow(claims, MIN_GROWTH)
     recommended = MIN_GROWTH
     for growth in range(MIN_GROWTH, MAX_WINDOW, 2):
-        grown = _grow(converted, growth)
+        grown = _grow(claims, growth)
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
         fits = grown.layers >= at_min_growth.layers and grown.longest_side <= MAX_WINDOW
         if fits and not grown.mostly_beyond_maps and grown.added_macs <= max_added_macs:
@@ -79,20 +74,21 @@ class _Grown:
     added_macs: float  # by all windows; infinity if those of a site are not known
 
 
-def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> _Grown:
+def _grow(claims: Sequence[Claim], growth: int) -> _Grown:
     """Try a growth for the sites whose rules state no size."""
     layers = 0
     grown = 0
     beyond_map = 0
     longest_side = 0
     added_macs = 0.0
-    for site, rule in converted:
+    for claim in claims:
+        site = claim.site
         try:
-            window, dense_axes, grow = choose_window(site, rule.dilated_size or f"+{growth}", rule)
+            window, dense_axes, grow = choose_window(claim, f"+{growth}")
         except PlanError:
             continue
         layers += 1
-        if not rule.dilated_size:
+        if not claim.rule.dilated_size:
             learnt_size = along_learnt_axes(window, dense_axes)
             longest_side = max(longest_side, *learnt_size)
             grown += 1
@@ -113,14 +109,15 @@ def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> _Grown:
 
 
 def choose_window(
-    site: ConvSite, size: int | Sequence[int] | str, rule: Rule
+    claim: Claim, size: int | Sequence[int] | str | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Grow, ...]]:
     """Choose the window of the new layer, its dense axes, and how it grows.
 
     Args:
-        site: The old convolution.
-        size: Cells of every side, cells of each side, or a growth such as "+4".
-        rule: The rule that claims the site; it may name dense axes, and say how windows grow.
+        claim: The old convolution, and its rule, which may state the size, name dense axes, and say
+            how windows grow.
+        size: For a rule that states none: cells of every side, cells of each side, or a growth such
+            as "+4". None if the rule or its file states one.
 
     Returns:
         The window, the dense axes, and how the window grows along each axis (see `LayerPlan.grow`).
@@ -128,8 +125,9 @@ def choose_window(
     Raises:
         PlanError: The site cannot take this size.
     """
-    window, dense_axes = _window(site, size, rule)
-    sides = [_side_to_grow(site, axis, window, rule) for axis in range(site.dims)]
+    site = claim.site
+    window, dense_axes = _window(site, claim.size(size), claim.rule)
+    sides = [_side_to_grow(claim, axis, window) for axis in range(site.dims)]
     grow = () if set(sides) == {"both"} else tuple(sides)
     if site.reads_attributes is not None and not grow and _growing_axes(site, window):
         raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, which keeps the attributes")
@@ -171,12 +169,13 @@ def with_other_window(layer: LayerPlan, size: int | Sequence[int] | str) -> Laye
     return changed
 
 
-def window_to_try(site: ConvSite, size: int | Sequence[int] | str, rule: Rule) -> tuple[int, ...]:
+def window_to_try(claim: Claim, size: int | Sequence[int] | str) -> tuple[int, ...]:
     """Return the least window of at least this size that can grow to both sides.
 
     The network shows with this window whether it may. Raises PlanError as `choose_window` does.
     """
-    window, dense_axes = _window(site, size, rule)
+    site = claim.site
+    window, dense_axes = _window(site, claim.size(size), claim.rule)
     sides = list(window)
     for axis in _growing_axes(site, window):
         sides[axis] += (sides[axis] - site.extents[axis]) % 2
@@ -214,25 +213,26 @@ def _growing_axes(site: ConvSite, window: Sequence[int]) -> list[int]:
     return [axis for axis, old in enumerate(site.extents) if window[axis] > old]
 
 
-def _side_to_grow(site: ConvSite, axis: int, window: Sequence[int], rule: Rule) -> Grow:
+def _side_to_grow(claim: Claim, axis: int, window: Sequence[int]) -> Grow:
     """Return how a window grows along an axis: as the rule says, or else as was measured.
 
     Raises:
         NoWindowError: It must not grow.
     """
+    site = claim.site
     if axis not in _growing_axes(site, window):
         return "both"
-    if rule.grow is not None:
-        return _stated_side(site, axis, rule)
-    if rule.padding == "any":
+    if claim.rule.grow is not None:
+        return _stated_side(site, axis, claim.rule)
+    if claim.rule.padding == "any":
         return "both"
     where = "" if site.dims == 1 else f"along axis {axis}, "
-    limit = site.growth_limits.get(axis)
+    limit = claim.growth_limits.get(axis)
     if limit is None:
         reason = _why_off_centre(site, axis)
         # Other code pads the map, since it looks to one side along another axis. Whether it pads it
         # along this axis, too, is not known; outputs look to both sides along it all the same.
-        is_padded_elsewhere = any(other.side for other in site.growth_limits.values())
+        is_padded_elsewhere = any(other.side for other in claim.growth_limits.values())
         # `choose_window` has a better reason where attributes are read.
         is_read = site.reads_attributes is not None
         if reason is not None and not is_padded_elsewhere and not is_read:
