@@ -81,8 +81,8 @@ class Box:
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
         self.kernel_size = along_learnt_axes(kernel_size, dense_axes)
-        self.method = find_interpolation(interpolation)
-        margin = self.method.support - 1
+        self.interpolation = find_interpolation(interpolation)
+        margin = self.interpolation.support - 1
         axes = []
         for i in self.axes:
             axes.append(_box_axis(kernel_size[i], dilation[i], size[i], self.grow[i], margin))
@@ -148,7 +148,7 @@ class Box:
         lines, elements, _ = box_positions.shape
         footprint = box_positions.new_ones(lines, elements, 1)
         for axis, length in enumerate(self.lengths):
-            profile = normalised_profile(self.method, box_positions[..., axis], length)
+            profile = normalised_profile(self.interpolation, box_positions[..., axis], length)
             footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
         return footprint
 
@@ -162,7 +162,7 @@ class Box:
         for axis, length in enumerate(self.lengths):
             steps = torch.arange(1 + steps_per_cell * (self.highest[axis] - self.lowest[axis]))
             positions = self.lowest[axis] + steps.double() / steps_per_cell
-            profile = normalised_profile(self.method, positions, length)  # (steps, length)
+            profile = normalised_profile(self.interpolation, positions, length)  # (steps, length)
             other_axes = [1] * len(self.lengths)
             other_axes[axis] = length
             profile = profile.reshape(-1, *other_axes).expand(-1, *self.lengths)

@@ -106,7 +106,7 @@ def _relative_errors(
     max_count = max(plan.old_cells, at_least)
     errors = errors_by_count(lines, max_count, box, roots)  # (L, 1 + max_count), squared
     relative = (errors / errors[:, :1]).nan_to_num().sqrt().sum(0)  # a layer may be zero
-    if box.method.is_exact_on_cells:
+    if box.interpolation.is_exact_on_cells:
         relative[plan.old_cells :] = 0
     return relative.tolist()
 
@@ -150,30 +150,32 @@ def solve_knapsack(
     """Choose one count for each group, so that the sum of errors is least within the limit.
 
     This is a multiple-choice knapsack problem. It is solved exactly, for any errors, by dynamic
-    programming over the parameters spent. Among choices with equal sums, the one with fewer
-    parameters wins. If the limit has more than `MAX_UNITS` units, each group's costs are rounded up
-    to coarser units: the result stays within the limit, but a better one may exist.
+    programming over the parameters spent, beyond one element of each group. Among choices with
+    equal sums, the one with fewer parameters wins. If these parameters are more than `MAX_UNITS`
+    units, each group's costs are rounded up to coarser units: the result stays within the limit,
+    but a better one may exist.
 
     Args:
         costs: Parameters that one more element per kernel adds, for each group.
         errors: Errors of each group with 0, 1, ... elements; at least 1 is chosen.
-        limit: Maximum number of parameters of all groups together.
+        limit: Maximum number of parameters of all groups together. There is room for one element
+            of each group.
     """
-    unit = max(math.gcd(*costs), ceil_div(limit, MAX_UNITS))
+    left = limit - sum(costs)  # of one element of each group
+    unit = max(math.gcd(*costs), ceil_div(left, MAX_UNITS))
     # min_sum[u] is the least sum of errors of the groups so far, if they spend at most u units.
-    min_sum = torch.zeros(limit // unit + 1, dtype=torch.float64)
+    min_sum = torch.zeros(left // unit + 1, dtype=torch.float64)
     picks_of_groups = []
     for cost, error_of_count in zip(costs, errors, strict=True):
         min_sum, picks = _add_group(min_sum, cost, error_of_count, unit)
         picks_of_groups.append(picks)
-    assert min_sum[-1].isfinite(), "the planner refuses a limit below one element for each group"
     # Go back from the last group to the first, along the picks that led to the least sum.
     units_left = int((min_sum == min_sum[-1]).nonzero()[0])
     chosen = []
     for cost, picks in zip(reversed(costs), reversed(picks_of_groups), strict=True):
         count = int(picks[units_left])
         chosen.append(count)
-        units_left -= ceil_div(cost * count, unit)
+        units_left -= ceil_div(cost * (count - 1), unit)
     chosen.reverse()
     return chosen
 
@@ -185,7 +187,7 @@ def _add_group(
     with_group = torch.full_like(min_sum, torch.inf)
     picks = torch.zeros(len(min_sum), dtype=torch.int16)
     for count in range(1, len(error_of_count)):
-        spent = ceil_div(cost * count, unit)
+        spent = ceil_div(cost * (count - 1), unit)
         if spent >= len(min_sum):
             break
         sums = min_sum[: len(min_sum) - spent] + error_of_count[count]

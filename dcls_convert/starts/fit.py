@@ -39,7 +39,7 @@ def fit_elements(
     """
     largest_weights, largest_positions = box.largest_cells(kernels, kernel_count)
     one_for_each_cell = kernel_count >= math.prod(box.kernel_size)
-    nothing_to_gain = one_for_each_cell and box.method.is_exact_on_cells
+    nothing_to_gain = one_for_each_cell and box.interpolation.is_exact_on_cells
     if nothing_to_gain or kernels[0].is_meta:
         return largest_weights, largest_positions
     lines = lines_of(kernels, box)

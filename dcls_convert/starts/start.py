@@ -25,7 +25,7 @@ from .fit import fit_elements
 # Norms are recognised by their class names, since libraries define their own, such as
 # "FrozenBatchNorm2d". Other classes have such names, too: those of weight norm and spectral norm,
 # torchvision's Normalize, and timm's NormFreeNet. LocalResponseNorm keeps the scale.
-NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!LocalResponse)Norm(?!alize|Free)")
+NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!LocalResponse)Norm(?!al|Free)")
 
 
 def start_randomly_(

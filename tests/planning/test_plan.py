@@ -70,7 +70,7 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
         (("layers", 0, "kernel_count"), 1, "its layers have 2 different shapes"),
         (("layers", -1, "dilated_size"), [100_001, 100_001], "at most 268,435,456 are allowed"),
         (("layers", -1, "dense_axes"), [5], "are not axes of a 2-D kernel"),
-        (("layers", -1, "interpolation"), "cubic", "'cubic' is not known"),
+        (("layers", -1, "interpolation"), "no such", "'no such' is not known"),
         (("layers", -1, "groups"), 3, "must be a positive multiple of its groups, 3"),
         (("share",), "1e999999999", "share: Value error, is not a fraction"),
         (("input_size",), [3, 0, 9], "must be channels and spatial sizes"),

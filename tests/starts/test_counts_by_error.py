@@ -49,6 +49,7 @@ def test_coarse_units_keep_to_the_limit(monkeypatch):
     errors = [[1 / (count + 1) for count in range(30)]] * 3
     chosen = solve_knapsack(costs, errors, 1000)
     assert 900 < total_cost(costs, chosen) <= 1000
+    assert solve_knapsack(costs, errors, sum(costs)) == [1, 1, 1]
 
 
 # In a model.

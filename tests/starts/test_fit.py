@@ -61,12 +61,12 @@ def in_window(kernel, box):
 
 def constructed(weight, positions, box):
     """Construct the kernel on the whole window, as layers do."""
-    sigma = box.method.initial_sigma
+    sigma = box.interpolation.initial_sigma
     if sigma is not None:
         sigma = torch.full_like(positions, sigma, dtype=torch.double)
     learnt_size = along_learnt_axes(box.size, box.dense_axes)
     return construct_unchecked(
-        weight.double(), positions.double(), sigma, learnt_size, box.dense_axes, box.method
+        weight.double(), positions.double(), sigma, learnt_size, box.dense_axes, box.interpolation
     )
 
 

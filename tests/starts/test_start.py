@@ -107,7 +107,12 @@ def test_norms_are_told_from_other_classes_with_such_names():
     for module in (nn.BatchNorm2d(3), FrozenBatchNorm2d(3), nn.LayerNorm(3)):
         assert has_norms(nn.Sequential(module))
     weight_norm = torch.nn.utils.parametrizations.weight_norm
-    for module in (timm.create_model("nf_regnet_b0"), weight_norm(nn.Conv2d(3, 3, 3))):
+
+    class NormalDecoder(nn.Conv2d):
+        pass
+
+    networks = [timm.create_model("nf_regnet_b0"), weight_norm(nn.Conv2d(3, 3, 3))]
+    for module in (*networks, NormalDecoder(3, 3, 3)):
         assert not has_norms(nn.Sequential(module))
 
 
