@@ -16,7 +16,7 @@ from .parsing import parse_keywords
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
-    from ..conversion.convert import Conversion
+    from ..conversion.convert import Conversion, Prepared
     from ..conversion.request import ConversionRequest
     from ..planning.plan import DraftPlan
     from ..reports.report import ConversionReport
@@ -190,27 +190,16 @@ def _convert_and_save(
     """
     from ..output import check_figure_library, check_output_path
 
-    def check_folder(folder: Path) -> None:
-        check_output_path(folder, force=force, why_keep=_why_keep)
-
-    def approve(draft: "DraftPlan", start_name: str) -> None:
-        nonlocal output
-        if max_macs is not None:
-            _check_macs(request, draft, start_name, max_macs)
-        if not request.dry_run:
-            output = output or _default_output(request, draft, start_name)
-            check_folder(output)
-
     if picture:
         check_figure_library()
     if output is not None and not request.dry_run:
-        check_folder(output)
+        check_output_path(output, force=force, why_keep=_why_keep)
     name = str(request.network.model)
     if (request.network.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
         _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_folder
-        from ..conversion.convert import carry_out
+        from ..conversion.convert import finish_, prepare
         from ..running.process_settings import check_device
 
         if request.network.device is not None:
@@ -218,17 +207,22 @@ def _convert_and_save(
         adopted = None
         if request.plan_folder is not None:
             adopted = open_folder(request.plan_folder).plan
-        conversion = carry_out(
+        prepared = prepare(
             _with_converted_network(request),
             adopted=adopted,
-            approve=approve,
             notify=notify,
             warn=console.note,
             note=console.note,
         )
+        if max_macs is not None:
+            _check_macs(request, prepared, max_macs)
         if request.dry_run:
+            conversion = prepared.predicted()
             return conversion, conversion.report
-        assert output is not None  # `approve` has named it
+        if output is None:
+            output = _default_output(request, prepared)
+        check_output_path(output, force=force, why_keep=_why_keep)
+        conversion = finish_(prepared, notify=notify, note=console.note)
         notify(f"writing {output}")
         _save(conversion, output, force=force, picture=picture)
         console.note_left_behind(output)
@@ -277,17 +271,15 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
     save_just_converted(model, output, report=conversion.report, force=force, picture=figure)
 
 
-def _check_macs(
-    request: "ConversionRequest", draft: "DraftPlan", start_name: str, max_macs: float
-) -> None:
+def _check_macs(request: "ConversionRequest", prepared: "Prepared", max_macs: float) -> None:
     """Refuse a conversion that adds more to the MACs than allowed, in percent."""
     from ..reports.costs import macs_of_model
 
-    macs = macs_of_model(draft)
+    macs = macs_of_model(prepared.draft)
     if macs.percent is None:
         raise PlanError(f"--max-macs: the MACs could not be counted: {macs.note}")
     if macs.percent > max_macs:
-        sweep = _sweep_command(request, draft, start_name)
+        sweep = _sweep_command(request, prepared.draft, prepared.start_name)
         raise PlanError(
             f"{request.network.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
             f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: {sweep}"
@@ -325,7 +317,7 @@ def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) ->
     console.show(shown, *steps)
 
 
-def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> Path:
+def _default_output(request: "ConversionRequest", prepared: "Prepared") -> Path:
     """Return the default output folder: model, window, stated count or budget, and start.
 
     Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
@@ -333,6 +325,8 @@ def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name
     -dcls17-count20 and -dcls17-budget80 if these are stated; -dcls17-fit if elements do not start
     at random, and -dcls17-calibrated after a calibration.
     """
+    draft = prepared.draft
+    start_name = prepared.start_name
     sizes = {layer.dilated_size for layer in draft.layers if not layer.dense_axes}
     if not sizes:
         sizes = {draft.layers[0].dilated_size}

@@ -1,7 +1,7 @@
 """One conversion, from the request to the converted network."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -21,8 +21,8 @@ from ..weights.loading import check_weights
 from .apply_plan import replace_convs_
 from .authors import check_elements, names_lacking, translated_elements
 from .before_and_after import compare_with_outputs_before, outputs_before_conversion
-from .enlarge import enlarge_windows_, is_converted
-from .open_network import give_values_, look, open_network
+from .enlarge import enlarge_windows_, is_converted, plan_larger_windows
+from .open_network import OpenNetwork, give_values_, look, open_network
 from .plan_network import adopted_plan, cautions, draft_for_request
 from .provenance import attach_provenance_, describe_conversion
 from .request import (
@@ -30,8 +30,30 @@ from .request import (
     FROM_ELEMENTS,
     ConversionRequest,
     NetworkRequest,
+    RequestWeights,
     options_without_effect,
 )
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A conversion that is decided, but for kernel counts that follow errors. Nothing has changed.
+
+    `finish_` lets go of the weights, once the network has them.
+    """
+
+    request: ConversionRequest
+    draft: DraftPlan
+    start_name: str  # what the new layers start from: "random", "fit", ..., or FROM_ELEMENTS
+    network: OpenNetwork | None  # None for a network that is converted already
+    is_adopted: bool = False  # whether the draft is the plan of a folder
+    weights: RequestWeights | None = None
+    elements: Mapping[str, Tensor] | None = None  # see `replace_convs_`
+
+    def predicted(self) -> "Conversion":
+        """Return what the conversion would do: the end of a dry run."""
+        report = ConversionReport(plan=self.draft.with_counts())
+        return Conversion(request=self.request, start_name=self.start_name, report=report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +61,7 @@ class Conversion:
     """What a conversion did or, in a dry run, would do."""
 
     request: ConversionRequest
-    start_name: str  # what the new layers start from: "random", "fit", ..., or FROM_ELEMENTS
+    start_name: str  # as in `Prepared`
     report: ConversionReport
     model: nn.Module | None = None  # the converted network; None after a dry run
 
@@ -47,35 +69,48 @@ class Conversion:
 def carry_out(
     request: ConversionRequest,
     *,
-    adopted: ConversionPlan | None = None,
-    approve: Callable[[DraftPlan, str], None] = lambda draft, start_name: None,
     notify: Notify = ignore_messages,
     warn: Note = ignore_messages,
     note: Note = ignore_messages,
 ) -> Conversion:
-    """Carry out a request; a dry run ends with its plan. A model in memory changes in place.
-
-    One that is converted already gets a larger window.
-
-    Args:
-        request: The request.
-        adopted: The plan of `request.plan_folder`, which was made for the same network.
-        approve: Called with the draft of the plan and the name of the start, before the network
-            gets its values; may raise.
-        notify: Called with what is being done.
-        warn: Called with options that have no effect, and with what is not known of the network.
-        note: Called with what else the user should know.
+    """Carry out a request: `prepare`, then `finish_`. A model in memory changes in place.
 
     Raises:
         DclsConvertError: Something does not fit. A model in memory is then as it was, as after any
             other error.
     """
+    prepared = prepare(request, notify=notify, warn=warn, note=note)
+    return finish_(prepared, notify=notify, note=note)
+
+
+def prepare(
+    request: ConversionRequest,
+    *,
+    adopted: ConversionPlan | None = None,
+    notify: Notify,
+    warn: Note,
+    note: Note,
+) -> Prepared:
+    """Decide all that can be decided before the network has its values.
+
+    If the network is converted already, its windows get larger.
+
+    Args:
+        request: The request.
+        adopted: The plan of `request.plan_folder`, which was made for the same network.
+        notify: Called with what is being done.
+        warn: Called with options that have no effect, and with what is not known of the network.
+        note: Called with what else the user should know.
+
+    Raises:
+        DclsConvertError: Something does not fit.
+    """
     for sentence in options_without_effect(request):
         warn(sentence)
     model = request.network.model
     if is_converted(model):
-        report = enlarge_windows_(request, model, approve)
-        return Conversion(request=request, start_name=FROM_CONVERTED, report=report, model=model)
+        larger = plan_larger_windows(request, model)
+        return Prepared(request=request, draft=larger, start_name=FROM_CONVERTED, network=None)
     network, weights = open_network(
         request.network, offline=request.dry_run, notify=notify, note=note
     )
@@ -90,38 +125,74 @@ def carry_out(
         draft = draft_for_request(
             request.network, request.resolved_options, convs, network.source, weights
         )
-
-    elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
-    start_name = request.resolved_init if elements is None else FROM_ELEMENTS
-    lacking = names_lacking(weights, draft)
     for caution in cautions(draft):
         warn(caution)
-    approve(draft, start_name)
-    if request.dry_run:
-        if weights is not None:  # otherwise, loading finds out what does not fit
-            check_weights(network.structure, weights.entries, weights.where, optional=lacking)
-        report = ConversionReport(plan=draft.with_counts())
-        return Conversion(request=request, start_name=start_name, report=report)
+    elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
+    if request.dry_run and weights is not None:  # otherwise, loading finds out what does not fit
+        lacking = names_lacking(weights, draft)
+        check_weights(network.structure, weights.entries, weights.where, optional=lacking)
+    return Prepared(
+        request=request,
+        draft=draft,
+        start_name=request.resolved_init if elements is None else FROM_ELEMENTS,
+        network=network,
+        is_adopted=adopted is not None,
+        weights=weights,
+        elements=elements,
+    )
 
+
+def finish_(prepared: Prepared, *, notify: Notify, note: Note) -> Conversion:
+    """Give the network its values, and carry the draft out.
+
+    Args:
+        prepared: Can be finished once. A network in memory changes in place, or not at all.
+        notify: Called with what is being done.
+        note: Called with what else the user should know.
+
+    Raises:
+        DclsConvertError: Weights or images do not fit.
+    """
+    request = prepared.request
+    draft = prepared.draft
+    model = request.network.model
+    if prepared.network is None:
+        assert isinstance(model, nn.Module)
+        assert isinstance(draft, ConversionPlan)
+        report = enlarge_windows_(request, model, draft)
+        return Conversion(
+            request=request, start_name=prepared.start_name, report=report, model=model
+        )
     with _unchanged_on_failure(request.network):
-        model = give_values_(network, request.network, weights, lacking=lacking, notify=notify)
-        weights = None  # the network has them; keeping both would take twice the memory
+        model = give_values_(
+            prepared.network,
+            request.network,
+            prepared.weights,
+            lacking=names_lacking(prepared.weights, draft),
+            notify=notify,
+        )
+        prepared.weights = None  # keeping both would take twice the memory
         images = _read_images(request, model, draft, note)
         statistics = None
         if images is not None:
             statistics = measure_inputs(model, find_groups(model, draft), images, notify)
         chosen = None
-        if adopted is None and request.counts_follow_errors:
+        if not prepared.is_adopted and request.counts_follow_errors:
             groups = find_groups(model, draft)
             chosen = choose_counts_by_error(draft, groups, statistics, notify)
-        plan = draft.with_counts(chosen)
         report = _replace_and_compare_(
-            request, model, plan, images, statistics=statistics, elements=elements, notify=notify
+            request,
+            model,
+            draft.with_counts(chosen),
+            images,
+            statistics=statistics,
+            elements=prepared.elements,
+            notify=notify,
         )
         attach_provenance_(model, describe_conversion(request))
         if images is not None:
-            _state_normalisation_(model, request, plan)
-    return Conversion(request=request, start_name=start_name, report=report, model=model)
+            _state_normalisation_(model, request, report.plan)
+    return Conversion(request=request, start_name=prepared.start_name, report=report, model=model)
 
 
 def _unchanged_on_failure(request: NetworkRequest) -> AbstractContextManager[None]:

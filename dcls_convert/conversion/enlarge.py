@@ -4,7 +4,7 @@ Outputs do not change, unless elements have a sigma. Parameters stay the same ob
 that grow to one side, positions have other numbers: they count from the window's centre.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TypeGuard
 
@@ -19,13 +19,13 @@ from ..networks.wrappers import check_not_wrapped
 from ..options import AUTO
 from ..placing.place import note_other_windows_, noted_plan
 from ..planning.layer_plan import LayerPlan, position_groups
-from ..planning.plan import ConversionPlan, DraftPlan
+from ..planning.plan import ConversionPlan
 from ..planning.windows import notes_on_windows, with_other_window
 from ..reports.report import ConversionReport
 from ..running.model_state import unchanged_on_failure
 from ..text import join_with_and
 from .provenance import WITHOUT_EFFECT, attach_provenance_, provenance_of
-from .request import FROM_CONVERTED, ConversionRequest
+from .request import ConversionRequest
 
 ENLARGED = "enlarged"  # the entry that this adds to a network's provenance
 
@@ -39,20 +39,12 @@ def _dcls_layers(model: nn.Module) -> Iterator[DclsConvNd]:
     return (module for module in model.modules() if isinstance(module, DclsConvNd))
 
 
-def enlarge_windows_(
-    request: ConversionRequest,
-    model: nn.Module,
-    approve: Callable[[DraftPlan, str], None],
-) -> ConversionReport:
-    """Give a converted network in memory the windows of the request.
+def plan_larger_windows(request: ConversionRequest, model: nn.Module) -> ConversionPlan:
+    """Return the plan of a converted network, with the windows of the request.
 
     Args:
         request: It states the window, and nothing else that a conversion decides.
-        model: The network; changed in place, unless the request is a dry run.
-        approve: As in `carry_out`.
-
-    Returns:
-        The report, whose layers have the relative errors of their kernels.
+        model: The network in memory.
 
     Raises:
         PlanError: The request states more, the plan is not known, or a window does not fit.
@@ -67,13 +59,25 @@ def enlarge_windows_(
     _refuse_other_options(request, plan)
     layers = _layers_of(model, plan)
     larger = _plan_with_windows(plan, request.options.dilated_size)
-    for layer in larger.layers:
-        _check_positions(layers[layer.name], layer)
-    approve(larger, FROM_CONVERTED)
-    if request.dry_run:
-        return ConversionReport(plan=larger)
+    for present, planned in zip(plan.layers, larger.layers, strict=True):
+        layer = layers[present.name]
+        if layer.dilated_kernel_size != present.dilated_size:
+            raise PlanError(f"{present.name}: the model has no layer as in its plan")
+        _check_positions(layer, planned)
+    return larger
+
+
+def enlarge_windows_(
+    request: ConversionRequest, model: nn.Module, larger: ConversionPlan
+) -> ConversionReport:
+    """Give a converted network in memory the windows of a plan by `plan_larger_windows`.
+
+    Returns:
+        The report, whose layers have the relative errors of their kernels.
+    """
     errors: dict[str, float] = {}
     values: list[Tensor] = []
+    layers = _layers_of(model, larger)
     for module in layers.values():
         if not module.is_tied:
             values.append(module.positions)
@@ -126,13 +130,13 @@ def _layers_of(model: nn.Module, plan: ConversionPlan) -> dict[str, DclsConvNd]:
     """Return the network's layers, by their names in the plan.
 
     Raises:
-        PlanError: They are not those of the plan.
+        PlanError: The network has other layers than the plan.
     """
     layers: dict[str, DclsConvNd] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for planned in plan.layers:
         layer = modules.get(planned.name)
-        if not isinstance(layer, DclsConvNd) or layer.dilated_kernel_size != planned.dilated_size:
+        if not isinstance(layer, DclsConvNd):
             raise PlanError(f"{planned.name}: the model has no layer as in its plan")
         layers[planned.name] = layer
     if set(layers.values()) != set(_dcls_layers(model)):

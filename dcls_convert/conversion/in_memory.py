@@ -196,5 +196,5 @@ def convert_from_authors_(
 
 
 def _warn(message: str) -> None:
-    # Called by `carry_out`, which a public function calls, which the user calls.
-    warnings.warn(message, stacklevel=4)
+    # Called by `prepare`, which `carry_out` calls; a public function calls this, and the user that.
+    warnings.warn(message, stacklevel=5)

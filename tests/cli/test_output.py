@@ -140,7 +140,7 @@ def test_a_bug_is_one_line_with_exit_code_1_and_a_traceback_on_demand(monkeypatc
     def broken(*_, **__):
         raise ZeroDivisionError("oh\nno")
 
-    monkeypatch.setattr("dcls_convert.conversion.convert.carry_out", broken)
+    monkeypatch.setattr("dcls_convert.conversion.convert.finish_", broken)
     last = run(PLAIN, code=1)[1].splitlines()[-1]
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
     monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
