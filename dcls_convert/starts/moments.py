@@ -267,12 +267,15 @@ class LineMoments(InputMoments):
     def costs(self) -> Tensor:
         """Return the matrices M (G, S, S): an error e of a kernel costs e'Me.
 
-            M = V + a diag(u) + c C, with V = E[xx'] + b E[ss']
+            M = V + u (a I + c C)
+            V = E[xx'] + b E[ss']
+            C = the mean of (Cov[x] + b Cov[s]) / u over all lines
 
-        s: the mean of the patches x over neighbouring places.
-        u: mean of V's diagonal over the cells, as in `InputMoments.costs`.
-        C: mean over the lines of V / u, without the means of x and s, times the line's own u.
-            Correlations that all channels share carry over to other images.
+        x: the patches.
+        s: their means over neighbouring places.
+        u: the mean of V's diagonal over the line's cells, as in `InputMoments.costs`.
+
+        Correlations that all channels share carry over to other images: therefore C.
         """
         costs = self._patches.products() + NEIGHBOURS * self._averaged.products()
         u = self._mean_squares(costs)  # (G, S)

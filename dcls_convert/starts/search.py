@@ -1,11 +1,20 @@
 """The search for the positions of a kernel line's elements, for many lines at once.
 
-Let the rows of A (E, S) be the atoms of the elements of a line, and H = (A A' + ridge)^-1. The
-elements leave t - A'HA t of a target t, with the best weights H A t. Of another atom a, they leave
-q = a - A'HA a, and of its energy q'a + ridge. If its element is added, the squared error (with the
-ridge's share) falls by (q't)^2 / energy: the part of t along u = q / sqrt(energy) is gone. When the
-element is removed, this part comes back. Both only need products with u: these update, for all
-atoms of a grid, the energies and the products with what is left of the target.
+    symbol           in the code    shape       meaning
+    t                `targets`      (N, L, S)   kernel lines to come close to
+    A                `_atoms`       (N, E, S)   atoms of the elements that were added, as rows
+    H                `_inverse`     (N, E, E)   (A A' + ridge)^-1
+    w = H A t        `weights()`    (N, L, E)   the best weights of these elements
+    r = t - A'w      `residuals`    (N, L, S)   what the elements leave of the targets
+    a                               (S,)        the atom of one more element
+    q = a - A'HA a   `unit`         (N, 1, S)   what the elements leave of this atom
+    q'a + ridge      `energies`     (N, J)      the energy of what is left of it
+    a'r = q't        `products`     (L, N, J)   its product with what is left of the targets
+
+If the element of a is added, the squared error (with the ridge's share) falls by
+products^2 / energies: the part of t along u = q / sqrt(energy) is gone. When the element is
+removed, this part comes back. Both only need products with u: these update `energies` and
+`products` for all atoms of a grid.
 
 Elements are added one after the other, each at the best point of the grid: orthogonal least
 squares, doi:10.1080/00207178908953472. Now and then, each is removed and added again: coordinate
