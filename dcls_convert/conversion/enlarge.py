@@ -1,7 +1,8 @@
 """Give a converted network other windows, in which its elements stay where they are on the maps.
 
-Outputs do not change, unless elements have a sigma. Parameters stay the same objects. In windows
-that grow to one side, positions have other numbers: they count from the window's centre.
+With bilinear elements, outputs do not change; others spread into the new cells, too. Parameters
+stay the same objects. In windows that grow to one side, positions have other numbers: they count
+from the window's centre.
 """
 
 from collections.abc import Iterator, Sequence

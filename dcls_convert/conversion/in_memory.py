@@ -56,8 +56,9 @@ def convert_(
 ) -> ConversionReport:
     """Replace the matching convolutions of `model` by DCLS layers, in place, and report the costs.
 
-    A model that is converted already gets another window for its elements: state `dilated_size`
-    alone. Parameters stay the same objects. Outputs do not change, unless elements have a sigma.
+    A model that is converted already is not converted again: its elements get another window. State
+    `dilated_size` alone. Parameters stay the same objects. With bilinear elements, outputs do not
+    change.
 
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.

@@ -296,9 +296,9 @@ def _broken_if_all_grew_to_both_sides(
 def _with_broken(claims: Sequence[Claim], broken: Mapping[str, Mapping[int, str]]) -> list[Claim]:
     """Return the claims, with limits for axes along which their windows broke a law.
 
-    Along an axis, a window that must not grow to both sides grows back, then ahead (a causal network
-    may convolve a map that it has reversed), and at last not at all. So a plan is found after at
-    most three measurements for each axis.
+    Along an axis, a window that must not grow to both sides grows back, then ahead (a causal
+    network may convolve a map that it has reversed), and at last not at all. So a plan is found
+    after at most three measurements for each axis.
     """
     limited = []
     for claim in claims:
