@@ -46,7 +46,7 @@ def build_model(
     if offline and source.prefix == "hf-hub":
         _check_cached(source.name)
     model = None
-    with seeded(seed), ignored_warnings, _errors_on_one_line(source.name, pretrained=pretrained):
+    with seeded(seed), ignored_warnings(), _errors_on_one_line(source.name, pretrained=pretrained):
         factory = _factory(source, pretrained=pretrained)
         if device == "meta":
             model = _build_on_meta(factory)
