@@ -30,10 +30,9 @@ from ..running.library_code import LIBRARIES, is_library_code
 from ..running.run import meta_copy
 from ..text import one_line, short_list
 from .sites import NOT_CALLED, ConvSite, Measured, ModelConvs, Skipped
-from .stages import OutputStride, find_stages, output_stride
+from .stages import ConvPlace, OutputStride, find_stages, output_stride
 from .timm_notes import stated_input_size
 from .tracing import Calls, Trace, trace
-from .whole_networks import paths_above, whole_networks
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
@@ -135,13 +134,13 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
         measured = _measure(model, convs, inputs)
         reasons |= measured.reasons
-    first_names = [names[0] for names in names_of.values()]
-    spatial = set()
+    strides = _output_strides(traced, inputs)
+    places = []
     for conv, names in names_of.items():
-        if max(on_every_axis(conv.kernel_size, 1)) > 1:
-            spatial.add(names[0])
-    networks = _whole_networks(names_of, traced)
-    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial, networks)
+        is_spatial = max(on_every_axis(conv.kernel_size, 1)) > 1
+        stride = strides.get(names[0])
+        places.append(ConvPlace(name=names[0], stride=stride, is_spatial=is_spatial))
+    stages = find_stages(model, places, frozenset() if traced is None else traced.networks)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
@@ -175,22 +174,6 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
         dependence=measured.dependence,
         stages_from=stages.found_by,
     )
-
-
-def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | None) -> set[str]:
-    """Return the paths of whole networks in the model, as far as they and a trace show."""
-    convs = {names[0]: conv for conv, names in names_of.items()}
-    if traced is not None:
-        called = {name: convs[name] for name in traced.calls}
-        return whole_networks(called, traced.begin_with_input, traced.begin_with_picture)
-    # They are assumed to be called in the order in which they are defined, the first on the image.
-    on_image: set[str] = set()
-    all_paths: set[str] = set()
-    for name in convs:
-        all_paths.update(paths_above(name))
-        if not on_image:
-            on_image = set(all_paths)
-    return whole_networks(convs, on_image, all_paths)
 
 
 def _may_take_inputs(conv: AnyConv, inputs: InputSpec | None) -> bool:
