@@ -7,6 +7,19 @@
 2. Cells of the inputs are changed, to see which outputs change. This gives laws, such as that
    outputs look to one side only (see `laws.py`). When windows are chosen, they take the places
    of the convolutions, and the laws must hold.
+
+For example, `conv(F.pad(x, (2, 0)))` with a kernel of 3 cells is causal. On 12 cells:
+
+    changed input cell          3              5              7
+    outputs that change, with
+      the kernel of 3           3 4 5          5 6 7          7 8 9
+      a window of 7, both ways  1 2 3 4 5 6 7  3 4 5 6 7 8 9  5 6 7 8 9 10 11
+      a window of 7, back       3 4 5 6 7 8 9  5 ... 11       7 8 9 10 11
+
+With the kernel, outputs change from the input's own place on: no displacement `input - output` is
+above 0 (they are 0, -1 and -2). That is the law. With a window that grows both ways, outputs 1 and
+2 see input 3, at the displacements 2 and 1: the law is broken. With a window that grows back, it
+holds. So this window may only grow back.
 """
 
 import contextlib

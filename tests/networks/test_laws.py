@@ -105,6 +105,19 @@ def test_no_axis_is_taken_for_another():
     assert {(law.pair.input_axis, law.pair.output_axis) for law in laws} == {(3, 2)}
 
 
+def test_a_causal_network_shows_the_numbers_that_measure_draws():
+    model = Call(lambda x, c: c(F.pad(x, (2, 0))), conv(1, padding=0))
+    dependence = find_convs(model, (2, 12)).dependence
+    (table,) = dependence.tables
+    changed = {column.probe.cells[2]: column.cells(0, 2) for column in table.columns}
+    assert changed[3, 3] == [3, 4, 5]
+    assert changed[5, 5] == [5, 6, 7]
+    ((law,),) = dependence.laws
+    assert (law.side, law.most) == ("back", 0)
+    assert [*dependence.broken_by({"convs.0": (7,)})] == ["convs.0"]
+    assert dependence.broken_by({"convs.0": (7,)}, {"convs.0": ("back",)}) == {}
+
+
 # Causal networks that earlier versions converted in silence. Output o may look at inputs up to
 # `stride * o + offset`.
 
