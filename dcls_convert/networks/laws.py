@@ -35,9 +35,8 @@ BLIND_SPOT = (
     "window would also read this place"
 )
 
-EdgeCells = list[
-    tuple[int, int]
-]  # an input cell, and the first or last output that changes with it
+# Input cells, each with the first or last output that changes with it.
+EdgeCells = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
