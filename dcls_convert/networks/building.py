@@ -43,10 +43,10 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
-    if offline and source.prefix == "hf-hub":
-        _check_cached(source.name)
     model = None
     with seeded(seed), ignored_warnings(), _errors_on_one_line(source.name, pretrained=pretrained):
+        if offline and source.prefix == "hf-hub":
+            _check_cached(source.name)
         factory = _factory(source, pretrained=pretrained)
         if device == "meta":
             model = _build_on_meta(factory)

@@ -155,26 +155,7 @@ def resolve_model(
             f"{name}: pretrained weights are for models of timm and torchvision; "
             "let the factory load its own, or give a weights file"
         )
-    if prefix == "hf-hub":
-        _check_hub_name(name)
     return ModelSource(name=name, args=args)
-
-
-def _check_hub_name(name: str) -> None:
-    """Refuse (ModelError) a name that the hub's client refuses before it asks the hub."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
-
-    repository, at, revision = name.partition(":")[2].partition("@")
-    try:
-        validate_repo_id(repository)
-        is_valid = "@" not in revision and bool(revision) == bool(at)
-    except HFValidationError:
-        is_valid = False
-    if not is_valid:
-        raise ModelError(
-            f"{shortened(name, 120)}: not a valid name for the hub; give hf-hub:OWNER/NAME or "
-            "hf-hub:OWNER/NAME@REVISION, with letters, digits, '-', '_' and '.' in OWNER and NAME"
-        )
 
 
 def _registered_name(name: str, bare_name: str, registries: Sequence[str]) -> str:
