@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import cast
 
 from torch import nn
@@ -27,7 +27,6 @@ from ..running.input_spec import (
     sides_of_image,
 )
 from ..running.library_code import LIBRARIES, is_library_code
-from ..running.run import meta_copy
 from ..text import one_line, short_list
 from .sites import NOT_CALLED, ConvSite, Measured, ModelConvs, Skipped
 from .stages import ConvPlace, OutputStride, find_stages, output_stride
@@ -289,13 +288,6 @@ def _best_trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> tuple[
             traced_on_others = trace(model, others, on_meta=on_meta)
             if traced_on_others.finite > traced.finite:
                 traced, inputs = traced_on_others, others
-    if traced.uncounted and not on_meta:
-        # On meta, operators without a formula may be split into others that have one. On a copy,
-        # because the code of a network of the user's own may keep tensors for later.
-        with contextlib.suppress(Exception):
-            on_copy = trace(meta_copy(model), inputs, on_meta=True)
-            if len(on_copy.uncounted) < len(traced.uncounted):
-                traced = replace(traced, macs=on_copy.macs, uncounted=on_copy.uncounted)
     return traced, inputs
 
 

@@ -15,7 +15,6 @@ the containers among them. After the block, its modules are in their previous mo
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,20 +101,6 @@ def running(
             module.training = training
         for one in kept:
             one.restore_()
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the network without values, which takes no memory.
-
-    Raises:
-        Exception: What copying the network's own objects raises.
-    """
-    saved = containers_of(model)
-    try:
-        copy_tensors_(model, on_meta=True)
-        return copy.deepcopy(model)
-    finally:
-        refill_(saved)
 
 
 def _copies_for(
