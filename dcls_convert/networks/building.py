@@ -89,8 +89,6 @@ def _errors_on_one_line(name: str, *, pretrained: bool) -> Iterator[None]:
         kind_of_error = type(error).__name__
         problem = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
         problem += f": {kind_of_error}: {one_line(error)[:300]}"
-        if kind_of_error == "SafetensorError":
-            problem += "; the file may be a Git LFS pointer or an HTML page; look at its first line"
         if kind_of_error in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             missing = "pretrained weights" if pretrained else "config"
             problem = f"cannot download its {missing}; are you online?"
