@@ -105,6 +105,18 @@ def test_no_axis_is_taken_for_another():
     assert {(law.pair.input_axis, law.pair.output_axis) for law in found.laws} == {(3, 2)}
 
 
+@pytest.mark.parametrize("pooled", [1, 2])
+def test_maps_that_are_joined_along_an_axis_have_no_place_and_it_is_said(pooled):
+    def use(x, c):
+        x = c(x)
+        return torch.cat([x, F.avg_pool1d(x, pooled)], -1)
+
+    convs = find_convs(Call(use, conv(1)), (2, 48))
+    assert convs.not_measured == (
+        "along axis 2 of input 0, outputs do not move with the changed cells"
+    )
+
+
 def test_a_causal_network_shows_the_numbers_that_measure_draws():
     model = Call(lambda x, c: c(F.pad(x, (2, 0))), conv(1, padding=0))
     dependence = find_convs(model, (2, 12)).dependence
