@@ -43,10 +43,10 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
-    if offline and source.prefix == "hf-hub":
-        _check_cached(source.name)
     model = None
-    with seeded(seed), ignored_warnings, _errors_on_one_line(source.name, pretrained=pretrained):
+    with seeded(seed), ignored_warnings(), _errors_on_one_line(source.name, pretrained=pretrained):
+        if offline and source.prefix == "hf-hub":
+            _check_cached(source.name)
         factory = _factory(source, pretrained=pretrained)
         if device == "meta":
             model = _build_on_meta(factory)
@@ -89,8 +89,6 @@ def _errors_on_one_line(name: str, *, pretrained: bool) -> Iterator[None]:
         kind_of_error = type(error).__name__
         problem = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
         problem += f": {kind_of_error}: {one_line(error)[:300]}"
-        if kind_of_error == "SafetensorError":
-            problem += "; the file may be a Git LFS pointer or an HTML page; look at its first line"
         if kind_of_error in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             missing = "pretrained weights" if pretrained else "config"
             problem = f"cannot download its {missing}; are you online?"

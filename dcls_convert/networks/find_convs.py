@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import cast
 
 from torch import nn
@@ -27,13 +27,11 @@ from ..running.input_spec import (
     sides_of_image,
 )
 from ..running.library_code import LIBRARIES, is_library_code
-from ..running.run import meta_copy
 from ..text import one_line, short_list
 from .sites import NOT_CALLED, ConvSite, Measured, ModelConvs, Skipped
-from .stages import OutputStride, find_stages, output_stride
+from .stages import ConvPlace, OutputStride, Stages, find_stages, output_stride
 from .timm_notes import stated_input_size
 from .tracing import Calls, Trace, trace
-from .whole_networks import paths_above, whole_networks
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
@@ -117,32 +115,17 @@ def _dims(model: nn.Module) -> set[int]:
 def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     """Return every convolution object of `model`, as `find_convs`, for described inputs."""
     check_not_wrapped(model)
-    converted = [module for module in model.modules() if isinstance(module, DclsConvNd)]
-    if converted:
-        raise PlanError(
-            f"the model is converted already: it has {len(converted)} DCLS layers. For a larger "
-            "window: dcls-convert FOLDER --dilated-size N, in Python convert_(model, "
-            "dilated_size=N)"
-        )
+    _check_not_converted(model)
     names_of = _convs_with_names(model)
     is_own = not is_library_code(model)
     traced, inputs, macs_note = _try_trace(model, inputs, is_own=is_own)
-    if is_own and traced is not None and traced.uncounted:
-        macs_note = f"nothing was counted in {short_list(traced.uncounted)}"
     reasons = _why_skipped(model, names_of, traced)
     measured = Measured()
     if is_own:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
         measured = _measure(model, convs, inputs)
         reasons |= measured.reasons
-    first_names = [names[0] for names in names_of.values()]
-    spatial = set()
-    for conv, names in names_of.items():
-        if max(on_every_axis(conv.kernel_size, 1)) > 1:
-            spatial.add(names[0])
-    networks = _whole_networks(names_of, traced)
-    stages = find_stages(model, first_names, _output_strides(traced, inputs), spatial, networks)
-    first_conv = next(iter(names_of), None)
+    stages = _find_stages(model, names_of, traced, inputs)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
     for conv, names in names_of.items():
@@ -150,16 +133,12 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
         if name in reasons:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reasons[name]))
             continue
-        calls = None if traced is None else traced.calls[name]
-        # Without a trace, the first convolution is assumed to see the image.
-        sees_image = conv is first_conv if calls is None else calls.takes_image
-        takes_image = sees_image and _may_take_inputs(conv, inputs)
         site = _site(
             conv,
             names,
-            calls,
+            None if traced is None else traced.calls[name],
             stage=stages.stage_of.get(name),
-            stem=name in stages.stem or takes_image,
+            stem=name in stages.stem or _takes_image(conv, names_of, traced, inputs),
             reads_attributes=measured.readers.get(name),
         )
         sites.append(site)
@@ -177,26 +156,47 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
     )
 
 
-def _whole_networks(names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | None) -> set[str]:
-    """Return the paths of whole networks in the model, as far as they and a trace show."""
-    convs = {names[0]: conv for conv, names in names_of.items()}
-    if traced is not None:
-        called = {name: convs[name] for name in traced.calls}
-        return whole_networks(called, traced.begin_with_input, traced.begin_with_picture)
-    # They are assumed to be called in the order in which they are defined, the first on the image.
-    on_image: set[str] = set()
-    all_paths: set[str] = set()
-    for name in convs:
-        all_paths.update(paths_above(name))
-        if not on_image:
-            on_image = set(all_paths)
-    return whole_networks(convs, on_image, all_paths)
+def _check_not_converted(model: nn.Module) -> None:
+    converted = [module for module in model.modules() if isinstance(module, DclsConvNd)]
+    if converted:
+        raise PlanError(
+            f"the model is converted already: it has {len(converted)} DCLS layers. For a larger "
+            "window: dcls-convert FOLDER --dilated-size N, in Python convert_(model, "
+            "dilated_size=N)"
+        )
 
 
-def _may_take_inputs(conv: AnyConv, inputs: InputSpec | None) -> bool:
-    """True if a convolution has the channels of an input, or of all inputs put together."""
+def _find_stages(
+    model: nn.Module,
+    names_of: Mapping[AnyConv, Sequence[str]],
+    traced: Trace | None,
+    inputs: InputSpec | None,
+) -> Stages:
+    strides = _output_strides(traced, inputs)
+    places = []
+    for conv, (name, *_) in names_of.items():
+        is_spatial = max(on_every_axis(conv.kernel_size, 1)) > 1
+        places.append(ConvPlace(name=name, stride=strides.get(name), is_spatial=is_spatial))
+    return find_stages(model, places, frozenset() if traced is None else traced.networks)
+
+
+def _takes_image(
+    conv: AnyConv,
+    names_of: Mapping[AnyConv, Sequence[str]],
+    traced: Trace | None,
+    inputs: InputSpec | None,
+) -> bool:
+    """True if a convolution sees an input, and has its channels or those of all inputs together.
+
+    Without a trace, the first convolution is assumed to see one.
+    """
+    if traced is None:
+        sees_input = conv is next(iter(names_of))
+    else:
+        sees_input = traced.calls[names_of[conv][0]].takes_image
     channels = [tensor.shape[1] for tensor in inputs or () if len(tensor.shape) > 2]
-    return not channels or conv.in_channels in (*channels, sum(channels))
+    fits = not channels or conv.in_channels in (*channels, sum(channels))
+    return sees_input and fits
 
 
 def _why_skipped(
@@ -267,8 +267,8 @@ def _try_trace(
     A library's network runs on meta, if it can; the user's own with its values, if it has some.
 
     Returns:
-        The trace, and the inputs with which the model runs. If it does not run: None, the inputs as
-        given, and the reason.
+        The trace, the inputs with which the model runs, and what the MACs lack. If it does not run:
+        None, the inputs as given, and the reason.
     """
     if inputs is None:
         return None, None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
@@ -287,7 +287,10 @@ def _try_trace(
         for on_meta in tries_on_meta:
             try:
                 traced, suitable = _best_trace(model, some, on_meta=on_meta)
-                return traced, suitable, None
+                note = None
+                if is_own and traced.uncounted:
+                    note = f"nothing was counted in {short_list(traced.uncounted)}"
+                return traced, suitable, note
             except Exception as error:  # any model code may run; the model can still be converted
                 problem = one_line(error)[:200]
     input_size = as_image_size(inputs, dims)
@@ -306,13 +309,6 @@ def _best_trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> tuple[
             traced_on_others = trace(model, others, on_meta=on_meta)
             if traced_on_others.finite > traced.finite:
                 traced, inputs = traced_on_others, others
-    if traced.uncounted and not on_meta:
-        # On meta, operators without a formula may be split into others that have one. On a copy,
-        # because the code of a network of the user's own may keep tensors for later.
-        with contextlib.suppress(Exception):
-            on_copy = trace(meta_copy(model), inputs, on_meta=True)
-            if len(on_copy.uncounted) < len(traced.uncounted):
-                traced = replace(traced, macs=on_copy.macs, uncounted=on_copy.uncounted)
     return traced, inputs
 
 

@@ -35,7 +35,17 @@ BLIND_SPOT = (
     "window would also read this place"
 )
 
-Edge = list[tuple[int, int]]  # an input cell, and the first or last output that changes with it
+# Input cells, each with the first or last output that changes with it.
+EdgeCells = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class _Edge:
+    """The first or the last outputs that change, as far as they move with the input cells."""
+
+    correlation: float
+    slope: float  # output cells for an input cell
+    cells: EdgeCells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,47 +227,11 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
     if size < MIN_CELLS:
         return None
     side = table.input_shape[pair.input_axis]
-    moving: list[tuple[float, float, Edge]] = []
-    clear_slopes: list[float] = []
-    for edge in _edges(pair, table, size):
-        slope_of_edge = _slope(edge)
-        if slope_of_edge is None:
-            continue
-        moving.append((*slope_of_edge, edge))
-        if slope_of_edge[0] > MIN_CORRELATION_OF_OTHERS:
-            clear_slopes.append(slope_of_edge[1])
-    if not moving:
+    edge = _clearest_edge(pair, table, size)
+    stride = None if edge is None else _stride(edge, side, size)
+    if edge is None or stride is None:
         return None
-    if max(clear_slopes, default=1) > MAX_RATIO_OF_SLOPES * min(clear_slopes, default=1):
-        return None  # several maps are joined along the axis
-    # Take the edge that moves most clearly: the map's border may cut the other one.
-    correlation, slope, edge = max(moving)
-
-    def misfit(stride: Fraction) -> tuple[float, int, float]:
-        # With the right stride, the edge follows the cells, but for its phases.
-        phases = float(stride)
-        if stride.denominator <= MAX_UPSAMPLING:
-            phases = stride.numerator - 1
-        beside = [cell - float(stride) * place for cell, place in edge]
-        excess = max(0.0, max(beside) - min(beside) - phases)
-        return round(excess, 3), stride.denominator, abs(math.log(stride * size / side))
-
-    # Standard error of the slope, relative to it. Candidates are strides within three of these.
-    error = math.sqrt(max(0.0, 1 / correlation**2 - 1) / (len(edge) - 2))
-    candidates: list[Fraction] = []
-    for strides in _strides(Fraction(side, size)):
-        for some in strides:
-            is_near = abs(math.log(some * slope)) <= LEAST_ERROR + 3 * error
-            if is_near and some * size <= MAX_PADDED * side:
-                candidates.append(some)
-        if candidates:
-            break
-    if not candidates:
-        return None
-    stride = min(candidates, key=misfit)
     cells = float(stride)
-    if misfit(stride)[0] > MAX_EXCESS * max(1.0, cells):
-        return None
     first_place = min(0.0, cells - 1)
     last_place = max(0.0, cells - 1)
     if stride.denominator <= MAX_UPSAMPLING:
@@ -268,13 +242,33 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
     padded = int(cut / 2) if cut <= -cells else 0
     own = (first_place + padded, last_place + max(0.0, cut))
     is_cut = cut >= max(1, cells)
-    return replace(pair, stride=stride, own=own, is_cut=is_cut, correlation=correlation)
+    return replace(pair, stride=stride, own=own, is_cut=is_cut, correlation=edge.correlation)
 
 
-def _edges(pair: AxisPair, table: DependenceTable, size: int) -> tuple[Edge, Edge]:
+def _clearest_edge(pair: AxisPair, table: DependenceTable, size: int) -> _Edge | None:
+    """Return the edge of what changes that moves most clearly with the input cells; or None.
+
+    The map's border may cut the other edge. There is none if slopes differ so much that several
+    maps must be joined along the axis.
+    """
+    moving: list[_Edge] = []
+    clear_slopes: list[float] = []
+    for cells in _edges(pair, table, size):
+        edge = _moving_edge(cells)
+        if edge is None:
+            continue
+        moving.append(edge)
+        if edge.correlation > MIN_CORRELATION_OF_OTHERS:
+            clear_slopes.append(edge.slope)
+    if max(clear_slopes, default=1) > MAX_RATIO_OF_SLOPES * min(clear_slopes, default=1):
+        return None
+    return max(moving, default=None)
+
+
+def _edges(pair: AxisPair, table: DependenceTable, size: int) -> tuple[EdgeCells, EdgeCells]:
     """Return the edges of what changes, without those at the border of the map."""
-    first_edge: Edge = []
-    last_edge: Edge = []
+    first_edge: EdgeCells = []
+    last_edge: EdgeCells = []
     for column in table.columns:
         cells = column.cells(pair.output, pair.output_axis)
         first, last = column.probe.cells[pair.input_axis]
@@ -285,14 +279,52 @@ def _edges(pair: AxisPair, table: DependenceTable, size: int) -> tuple[Edge, Edg
     return first_edge, last_edge
 
 
-def _slope(edge: Edge) -> tuple[float, float] | None:
-    """Return the correlation of an edge with the input cells, and its slope; or None."""
-    if len({cell for cell, _ in edge}) < MIN_CELLS:
+def _moving_edge(cells: EdgeCells) -> _Edge | None:
+    """Return the edge of these cells, if output cells move with input cells."""
+    if len({cell for cell, _ in cells}) < MIN_CELLS:
         return None
-    (x, xy), (_, y) = torch.tensor(edge, dtype=torch.float64).T.cov().tolist()
+    (x, xy), (_, y) = torch.tensor(cells, dtype=torch.float64).T.cov().tolist()
     if xy <= MIN_CORRELATION * math.sqrt(x * y):
         return None
-    return xy / math.sqrt(x * y), xy / x
+    return _Edge(correlation=xy / math.sqrt(x * y), slope=xy / x, cells=cells)
+
+
+def _stride(edge: _Edge, side: int, size: int) -> Fraction | None:
+    """Return the stride, near the edge's slope, with which the edge follows the input cells best.
+
+    Args:
+        edge: The edge.
+        side: Cells of the input along its axis.
+        size: Cells of the output along its axis.
+    """
+    # Standard error of the slope, relative to it. Candidates are strides within three of these.
+    error = math.sqrt(max(0.0, 1 / edge.correlation**2 - 1) / (len(edge.cells) - 2))
+    candidates: list[Fraction] = []
+    for strides in _strides(Fraction(side, size)):
+        for some in strides:
+            is_near = abs(math.log(some * edge.slope)) <= LEAST_ERROR + 3 * error
+            if is_near and some * size <= MAX_PADDED * side:
+                candidates.append(some)
+        if candidates:
+            break
+
+    def misfit(stride: Fraction) -> tuple[float, int, float]:
+        from_sizes = abs(math.log(stride * size / side))
+        return round(_excess(edge, stride), 3), stride.denominator, from_sizes
+
+    stride = min(candidates, key=misfit, default=None)
+    if stride is None or round(_excess(edge, stride), 3) > MAX_EXCESS * max(1.0, float(stride)):
+        return None
+    return stride
+
+
+def _excess(edge: _Edge, stride: Fraction) -> float:
+    """Return by how many cells an edge fails to follow the input cells, but for its phases."""
+    phases = float(stride)
+    if stride.denominator <= MAX_UPSAMPLING:
+        phases = stride.numerator - 1
+    beside = [cell - float(stride) * place for cell, place in edge.cells]
+    return max(0.0, max(beside) - min(beside) - phases)
 
 
 def _strides(ratio: Fraction) -> list[list[Fraction]]:

@@ -7,6 +7,19 @@
 2. Cells of the inputs are changed, to see which outputs change. This gives laws, such as that
    outputs look to one side only (see `laws.py`). When windows are chosen, they take the places
    of the convolutions, and the laws must hold.
+
+For example, `conv(F.pad(x, (2, 0)))` with a kernel of 3 cells is causal. On 12 cells:
+
+    changed input cell          3              5              7
+    outputs that change, with
+      the kernel of 3           3 4 5          5 6 7          7 8 9
+      a window of 7, both ways  1 2 3 4 5 6 7  3 4 5 6 7 8 9  5 6 7 8 9 10 11
+      a window of 7, back       3 4 5 6 7 8 9  5 ... 11       7 8 9 10 11
+
+With the kernel, outputs change from the input's own place on: no displacement `input - output` is
+above 0 (they are 0, -1 and -2). That is the law. With a window that grows both ways, outputs 1 and
+2 see input 3, at the displacements 2 and 1: the law is broken. With a window that grows back, it
+holds. So this window may only grow back.
 """
 
 import contextlib
@@ -50,29 +63,38 @@ Suspect = TypeVar("Suspect")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TableLaws:
+    """The laws that a table shows, and the columns in which they must still hold."""
+
+    table: DependenceTable
+    laws: Sequence[Law]
+    # Those of the table, and others near borders. Only outputs that change in a column may break a
+    # law there.
+    columns: Sequence[DependenceColumn]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dependence:
     """What the outputs of a network depend on, and so must do when windows have grown."""
 
     model: nn.Module
     convs: Mapping[str, Conv]
     arguments: Arguments
-    tables: Sequence[DependenceTable]
-    laws: Sequence[Sequence[Law]]  # of each table
-    # Of each table: those of the table, and others near borders. Only outputs that change in a
-    # column may break a law there.
-    columns: Sequence[Sequence[DependenceColumn]]
+    tables: Sequence[TableLaws]
 
     @property
     def outputs_look(self) -> Direction | None:
         """To which side alone all outputs look; None if there is no such side."""
-        sides = set()
-        outputs = {pair.output for table in self.tables for pair in find_pairs(table)}
-        for laws in self.laws:
-            for law in laws:
+        sides: set[Direction] = set()
+        outputs: set[int] = set()
+        one_sided: set[int] = set()
+        for found in self.tables:
+            outputs.update(pair.output for pair in find_pairs(found.table))
+            for law in found.laws:
                 if law.reason == ONE_SIDE:
                     sides.add(law.side)
-                    outputs.discard(law.pair.output)
-        return sides.pop() if len(sides) == 1 and not outputs else None
+                    one_sided.add(law.pair.output)
+        return sides.pop() if len(sides) == 1 and outputs <= one_sided else None
 
     def broken_by(
         self,
@@ -88,7 +110,7 @@ class Dependence:
             windows: Of the convolutions, by name.
             grow: How windows grow along each axis, by name; by default, to both sides.
         """
-        if not any(self.laws):
+        if not any(found.laws for found in self.tables):
             return {}
         grow = grow or {}
         items = []
@@ -135,11 +157,11 @@ class Dependence:
         before = run(self.arguments)
         if finite_share(before) < MIN_FINITE:
             return "with a larger window, (nearly) no output is a finite number"
-        for columns, laws in zip(self.columns, self.laws, strict=True):
-            for column in columns:
+        for found in self.tables:
+            for column in found.columns:
                 now = run_probe(run, self.arguments, before, column.probe)
                 new = now.without(column)
-                for law in laws:
+                for law in found.laws:
                     if law.is_broken_by(new):
                         return law.reason
         return None
@@ -216,17 +238,15 @@ def _dependence(
     extents: set[int] = set()
     for conv in convs.values():
         extents.update(settings_of(conv).extents)
-    laws: list[list[Law]] = []
-    columns: list[list[DependenceColumn]] = []
+    found: list[TableLaws] = []
     for table in tables:
-        laws.append(laws_of(table))
-        columns.append([])
-        if laws[-1]:
-            borders = columns_at_borders(run, arguments, before, table, laws[-1], extents)
-            columns[-1] = [*table.columns, *borders]
-    return Dependence(
-        model=model, convs=convs, arguments=arguments, tables=tables, laws=laws, columns=columns
-    )
+        laws = laws_of(table)
+        columns: list[DependenceColumn] = []
+        if laws:
+            borders = columns_at_borders(run, arguments, before, table, laws, extents)
+            columns = [*table.columns, *borders]
+        found.append(TableLaws(table=table, laws=laws, columns=columns))
+    return Dependence(model=model, convs=convs, arguments=arguments, tables=found)
 
 
 def _first_run(

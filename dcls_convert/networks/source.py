@@ -57,19 +57,6 @@ class ModelSource:
         return self.prefix in REGISTRIES
 
 
-def are_same_network(first: ModelSource | None, second: ModelSource | None) -> bool:
-    """True if two sources build the same network, whatever it does to its inputs first."""
-    if first is None or second is None:
-        return first is second
-    return first.name == second.name and _network_args(first) == _network_args(second)
-
-
-def _network_args(source: ModelSource) -> dict[str, Any]:
-    if source.name not in INCEPTIONS:
-        return source.args
-    return {name: value for name, value in source.args.items() if name != "transform_input"}
-
-
 def is_registered(registry: str, name: str) -> bool:
     """Return True if the registry has the model; a timm name may end in a weights tag."""
     if registry == "torchvision":
@@ -155,26 +142,7 @@ def resolve_model(
             f"{name}: pretrained weights are for models of timm and torchvision; "
             "let the factory load its own, or give a weights file"
         )
-    if prefix == "hf-hub":
-        _check_hub_name(name)
     return ModelSource(name=name, args=args)
-
-
-def _check_hub_name(name: str) -> None:
-    """Refuse (ModelError) a name that the hub's client refuses before it asks the hub."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
-
-    repository, at, revision = name.partition(":")[2].partition("@")
-    try:
-        validate_repo_id(repository)
-        is_valid = "@" not in revision and bool(revision) == bool(at)
-    except HFValidationError:
-        is_valid = False
-    if not is_valid:
-        raise ModelError(
-            f"{shortened(name, 120)}: not a valid name for the hub; give hf-hub:OWNER/NAME or "
-            "hf-hub:OWNER/NAME@REVISION, with letters, digits, '-', '_' and '.' in OWNER and NAME"
-        )
 
 
 def _registered_name(name: str, bare_name: str, registries: Sequence[str]) -> str:

@@ -1,13 +1,26 @@
 """Find the stage of each convolution, from timm's names or from the model's structure.
 
-A stage is a part of one network that works at one resolution.
+A stage is a part of one network that works at one resolution. Without timm's names, it is the
+outermost module with a number in its name, or such modules of one output stride together:
+
+    convolution            output stride    stage
+    stem.conv              2                none: no number in its path
+    layer1.0.conv          4                layer1
+    features.3.conv        8                features/stride8
+    features.4.conv        8                features/stride8
+    features.5.conv        16               features.5, the only child with this stride
+
+A number can also be the version of a whole network, which has many strides: netv2.blocks.0.conv is
+in netv2.blocks.0 or netv2.blocks/stride4, not in a stage netv2.
+
+Without a trace, output strides are not known: features.3 and features.4 are two stages.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -24,139 +37,106 @@ OutputStride = tuple[int, ...]  # input cells per output cell, on each axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ConvPlace:
+    """What a stage is found from: where a convolution is, and at which resolution it works."""
+
+    name: str
+    stride: OutputStride | None  # None without a trace, or if its output has other axes
+    # True for a kernel larger than 1. Only these convolutions name stages: a 1x1 before a strided
+    # one still works at the previous resolution.
+    is_spatial: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
     """The stages of a model's convolutions."""
 
     found_by: str  # how they were found, in words
-    stage_of: Mapping[str, str | None]  # by the name of a convolution; None outside all stages
+    stage_of: Mapping[str, str]  # by the name of a convolution; those outside all stages are absent
     stem: Set[str]  # names of the convolutions in the stem
 
 
-def find_stages(
-    model: nn.Module,
-    names: Sequence[str],
-    strides: Mapping[str, OutputStride],
-    spatial: Set[str],
-    networks: Set[str],
-) -> Stages:
+def find_stages(model: nn.Module, convs: Sequence[ConvPlace], networks: Set[str]) -> Stages:
     """Find the stages of a model.
 
     Args:
         model: The model, before conversion.
-        names: Names of its convolutions.
-        strides: Output stride of each convolution, by its name; empty if the model is not traced.
-        spatial: Names of the convolutions with a kernel larger than 1. Only these name stages: a
-            1x1 before a strided convolution still works at the previous resolution.
+        convs: Its convolutions.
         networks: Paths of the whole networks inside of the model. Each has the stages that it has
             alone, with its path before their names.
     """
-    networks = {path for path in networks if not _is_part_of_timm_model(model, path)}
+    if hasattr(model, "group_matcher"):  # one network of timm's, whatever its parts begin with
+        networks = frozenset()
     if not networks:
-        return _stages_of_network(model, names, strides, spatial)
+        return _stages_of_network(model, convs)
     found_by: dict[str, None] = {}  # in order, each once
-    stage_of: dict[str, str | None] = {}
+    stage_of: dict[str, str] = {}
     stem: set[str] = set()
-    names_in = _by_network(names, networks)
-    for network, full_names in names_in.items():
-        inside = {name: name.removeprefix(f"{network}.") for name in full_names}
+    convs_in = _by_network(convs, networks)
+    for network, inner_convs in convs_in.items():
+        prefix = f"{network}." if network else ""
         alone = _stages_of_network(
             model.get_submodule(network),
-            list(inside.values()),
-            {inside[name]: strides[name] for name in full_names if name in strides},
-            {inside[name] for name in full_names if name in spatial},
+            [replace(conv, name=conv.name.removeprefix(prefix)) for conv in inner_convs],
         )
         found_by[alone.found_by] = None
-        for name, name_alone in inside.items():
-            stage = alone.stage_of.get(name_alone)
-            if stage is not None and network:
-                stage = f"{network}.{stage}"
-            stage_of[name] = stage
-            if name_alone in alone.stem:
-                stem.add(name)
-    each = short_list(network for network in names_in if network)
+        for name, stage in alone.stage_of.items():
+            stage_of[prefix + name] = prefix + stage
+        stem.update(prefix + name for name in alone.stem)
+    each = short_list(network for network in convs_in if network)
     return Stages(
         found_by=f"{' and '.join(found_by)} in each of {each}", stage_of=stage_of, stem=stem
     )
 
 
-def _is_part_of_timm_model(model: nn.Module, path: str) -> bool:
-    """True inside a model of timm, which is one network whatever its parts begin with."""
-    holders = ("", *paths_above(path))
-    return any(hasattr(model.get_submodule(holder), "group_matcher") for holder in holders)
-
-
-def _by_network(names: Sequence[str], networks: Set[str]) -> dict[str, list[str]]:
-    """Return the names in each innermost network; in "" those outside of all networks."""
-    names_in: dict[str, list[str]] = {}
-    for name in names:
+def _by_network(convs: Sequence[ConvPlace], networks: Set[str]) -> dict[str, list[ConvPlace]]:
+    """Return the convolutions in each innermost network; in "" those outside of all networks."""
+    convs_in: dict[str, list[ConvPlace]] = {}
+    for conv in convs:
         network = ""
-        for path in paths_above(name):
+        for path in paths_above(conv.name):
             if path in networks:
                 network = path
-        names_in.setdefault(network, []).append(name)
-    return names_in
+        convs_in.setdefault(network, []).append(conv)
+    return convs_in
 
 
-def _stages_of_network(
-    model: nn.Module, names: Sequence[str], strides: Mapping[str, OutputStride], spatial: Set[str]
-) -> Stages:
+def _stages_of_network(model: nn.Module, convs: Sequence[ConvPlace]) -> Stages:
     """Find the stages of one network; see `find_stages`."""
     stage_patterns, stem_patterns = _timm_patterns(model)
-    stem = {name for name in names if _matches_any(stem_patterns, name)}
-    if len(stem & spatial) > MAX_STEM_CONVS:
+    stem: set[str] = set()
+    spatial_in_stem = 0
+    for conv in convs:
+        if any(pattern.match(f"{conv.name}.") for pattern in stem_patterns):
+            stem.add(conv.name)
+            spatial_in_stem += conv.is_spatial
+    if spatial_in_stem > MAX_STEM_CONVS:
         stem = set()  # it is a backbone
-    stage_of: dict[str, str | None] = {}
     if stage_patterns:
         found_by = "timm's group_matcher"
-        for name in names:
-            stage_of[name] = _stage_by_timm(stage_patterns, name)
-    elif strides:
-        found_by = "output stride and module path"
-        outside = {name: stride for name, stride in strides.items() if name not in stem}
-        stage_of.update(_stages_from_structure(outside, spatial))
+        stage_of = _stages_by_timm(stage_patterns, convs)
     else:
+        outside = [conv for conv in convs if conv.name not in stem]
         found_by = "module path"
-        common_depth = _common_depth(spatial)
-        for name in names:
-            stage_of[name] = _stage_by_path(common_depth, name)
+        if any(conv.stride is not None for conv in convs):
+            found_by = "output stride and module path"
+            outside = [conv for conv in outside if conv.stride is not None]
+        stage_of = _stages_from_structure(outside)
     return Stages(found_by=found_by, stage_of=stage_of, stem=stem)
 
 
-def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
-    return any(pattern.match(name + ".") for pattern in patterns)
-
-
-def _stage_by_timm(stage_patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
-    for pattern in stage_patterns:
-        match = pattern.match(name + ".")
-        if match and match.groups():
-            return match.group(0).rstrip(".")
-    return None
-
-
-def _stage_by_path(common_depth: int, name: str) -> str | None:
-    """Return the path of a module up to its first part that ends in a digit.
-
-    The first `common_depth` parts hold all convolutions. A number there is a version ("net3") and
-    is skipped, unless it numbers modules ("features.0"). If there is no other number, the path up
-    to the first version is returned:
-
-        common_depth 0: "layer1.0.conv1"       -> "layer1"
-        common_depth 1: "net3.features.4.conv" -> "net3.features.4"
-        common_depth 1: "net3.conv"            -> "net3"
-    """
-    parts = name.split(".")
-    path_to_version: str | None = None
-    for length, part in enumerate(parts[:-1], start=1):
-        if not part[-1:].isdigit():
-            continue
-        path = ".".join(parts[:length])
-        numbers_modules = part.isdigit() or parts[length].isdigit()
-        if numbers_modules or length > common_depth:
-            return path
-        if path_to_version is None:
-            path_to_version = path
-    return path_to_version
+def _stages_by_timm(
+    stage_patterns: Sequence[re.Pattern[str]], convs: Sequence[ConvPlace]
+) -> dict[str, str]:
+    """Map each convolution to what the first pattern matches that has groups."""
+    stage_of: dict[str, str] = {}
+    for conv in convs:
+        for pattern in stage_patterns:
+            match = pattern.match(f"{conv.name}.")
+            if match and match.groups():
+                stage_of[conv.name] = match.group(0).rstrip(".")
+                break
+    return stage_of
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
@@ -169,17 +149,6 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
         exponent = round(math.log2(input_side / output_side))
         strides.append(2 ** max(0, exponent))
     return tuple(strides)
-
-
-def _common_depth(names: Iterable[str]) -> int:
-    """Return the depth of the lowest module that holds all of these modules; 0 for the model."""
-    parents = [name.split(".")[:-1] for name in names]
-    depth = 0
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        depth += 1
-    return depth
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
@@ -211,71 +180,55 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
     return stage_patterns, stem_patterns
 
 
-def _stages_from_structure(
-    strides: Mapping[str, OutputStride], spatial: Set[str]
-) -> dict[str, str]:
-    """Map each convolution to its stage.
-
-    A stage is a module with a number in its name ("layer1"). Where a container only numbers its
-    children ("features.0"), those with the same output stride are a stage.
-    """
-    stages: dict[str, str] = {}
+def _stages_from_structure(convs: Sequence[ConvPlace]) -> dict[str, str]:
+    """Map convolutions to their stages; see the top of this file."""
+    versions = _versions(convs)
+    stage_of: dict[str, str] = {}
+    child_of: dict[str, str] = {}  # by the name of a convolution
     # (container, output stride) -> the convolutions in its numbered children.
-    convs_of: dict[tuple[str, OutputStride], list[str]] = {}
-    versions = _versions(strides)
-    for name, stride in strides.items():
-        container, numbers_children = _container(name, versions)
-        if container is None:
+    convs_of: dict[tuple[str, OutputStride], list[ConvPlace]] = {}
+    strides_in: dict[str, set[OutputStride]] = {}  # of the spatial convolutions of a child
+    for conv in convs:
+        child = _outermost_numbered(conv.name, versions)
+        if child is None:
             continue
-        if numbers_children:
-            convs_of.setdefault((container, stride), []).append(name)
-        else:
-            stages[name] = container
-    children_of = _children_with_spatial_convs(convs_of, spatial)
-    stride_counts: Counter[str] = Counter()  # child -> number of its output strides
-    for children in children_of.values():
-        stride_counts.update(children)
-    for (container, stride), children in children_of.items():
-        names = convs_of[container, stride]
-        stage = _naming_child(children, stride_counts, names)
-        if stage is None:
-            stage = _stage_named_by_stride(container, stride)
-        for name in names:
-            stages[name] = stage
-    return stages
+        container, _, last_part = child.rpartition(".")
+        if conv.stride is None or not last_part.isdigit():
+            if child != conv.name:
+                stage_of[conv.name] = child
+            continue
+        child_of[conv.name] = child
+        convs_of.setdefault((container, conv.stride), []).append(conv)
+        if conv.is_spatial:
+            strides_in.setdefault(child, set()).add(conv.stride)
+    for (container, stride), members in convs_of.items():
+        children = {child_of[conv.name] for conv in members if conv.is_spatial}
+        if not children:
+            continue
+        stage = _stage_named_by_stride(container, stride)
+        first = min(children)
+        # A child that is itself a convolution, or has several strides, gives no stage its name.
+        if len(children) == len(strides_in[first]) == 1 and first not in child_of:
+            stage = first
+        for conv in members:
+            stage_of[conv.name] = stage
+    return stage_of
 
 
-def _children_with_spatial_convs(
-    convs_of: Mapping[tuple[str, OutputStride], Sequence[str]], spatial: Set[str]
-) -> dict[tuple[str, OutputStride], set[str]]:
-    """Return the children with spatial convolutions of each container and output stride.
+def _outermost_numbered(name: str, versions: Set[str]) -> str | None:
+    """Return the outermost module with a number in its name, or a convolution that is numbered.
 
-    For example ("features", (8, 8)) -> {"features.3"}.
+    "layer1.0.conv1"            -> "layer1"
+    "features.3"                -> "features.3"
+    "convnextv2.stages.1.conv"  -> "convnextv2.stages.1"  (if `versions` has "convnextv2")
+    "conv1"                     -> None
     """
-    children_of: dict[tuple[str, OutputStride], set[str]] = {}
-    for (container, stride), names in convs_of.items():
-        depth_of_child = container.count(".") + 2 if container else 1
-        for name in names:
-            if name in spatial:
-                child = ".".join(name.split(".")[:depth_of_child])
-                children_of.setdefault((container, stride), set()).add(child)
-    return children_of
-
-
-def _naming_child(
-    children: Set[str], stride_counts: Mapping[str, int], convs: Sequence[str]
-) -> str | None:
-    """Return the child that gives a stage its name; None if the stage is named by its stride.
-
-    This child alone has spatial convolutions of the stage's stride. It has none of another stride,
-    and is not itself one of the convolutions.
-    """
-    if len(children) != 1:
-        return None
-    (child,) = children
-    if stride_counts[child] > 1 or child in convs:
-        return None
-    return child
+    for path in (*paths_above(name), name):
+        last_part = path.rpartition(".")[2]
+        has_number = any(character.isdigit() for character in last_part)
+        if has_number and path not in versions and (path != name or last_part.isdigit()):
+            return path
+    return None
 
 
 def _stage_named_by_stride(container: str, stride: OutputStride) -> str:
@@ -285,16 +238,19 @@ def _stage_named_by_stride(container: str, stride: OutputStride) -> str:
     return f"{container}/stride{size_text(stride)}".lstrip("/")
 
 
-def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
-    """Return the modules whose number is a version ("convnextv2").
+def _versions(convs: Sequence[ConvPlace]) -> set[str]:
+    """Return the modules whose number is a version ("convnextv2"): they are whole networks.
 
     They have convolutions of three or more output strides, and do not belong to a series of
-    numbered modules.
+    numbered modules. Without a trace, each convolution counts as one of another stride, and a plain
+    number ("stages.0") counts modules.
     """
-    strides_inside: dict[str, set[OutputStride]] = {}
-    for name, stride in strides.items():
-        for path in paths_above(name):
-            strides_inside.setdefault(path, set()).add(stride)
+    strides_inside: dict[str, set[object]] = {}
+    for conv in convs:
+        for path in paths_above(conv.name):
+            if conv.stride is None and path.rpartition(".")[2].isdigit():
+                continue
+            strides_inside.setdefault(path, set()).add(conv.stride or conv.name)
     # "net.layer12" -> "net.layer#", which is the same for all modules of a series.
     series_of = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}
     series_sizes = Counter(series_of.values())
@@ -304,26 +260,3 @@ def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
         if spans_stages and series_sizes[series_of[path]] == 1:
             versions.add(path)
     return versions
-
-
-def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
-    """Return the outermost module that has a number in its name, or that numbers its children.
-
-    The second value is True if it numbers its children:
-
-        "layer1.0.conv1"            -> "layer1", False
-        "features.3.conv"           -> "features", True
-        "convnextv2.stages.1.conv"  -> "convnextv2.stages", True  (if `versions` has "convnextv2")
-        "conv1"                     -> None, False
-    """
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        path = ".".join(parts[: index + 1])
-        if path in versions:
-            continue
-        if part.isdigit():
-            return ".".join(parts[:index]), True
-        is_module = index + 1 < len(parts)
-        if is_module and any(character.isdigit() for character in part):
-            return path, False
-    return None, False

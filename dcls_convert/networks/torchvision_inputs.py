@@ -14,15 +14,12 @@ VIDEO_FRAMES = 16  # frames per clip of torchvision's video models
 def assumed_inputs(source: ModelSource, model: nn.Module) -> InputSpec | None:
     """Return the inputs of a model of torchvision; None for any other.
 
-    timm's models state theirs. For a network of the user's own, the user states them.
+    They are images of the size that torchvision's transforms produce for this model. timm's models
+    state theirs. For a network of the user's own, the user states them.
     """
-    if source.prefix == "torchvision":
-        return _torchvision_inputs(source.name.partition(":")[2], model)
-    return None
-
-
-def _torchvision_inputs(name: str, model: nn.Module) -> InputSpec:
-    """Return images of the size that torchvision's transforms produce for this model."""
+    if source.prefix != "torchvision":
+        return None
+    name = source.name.partition(":")[2]
     models = import_library("torchvision.models")
     module_name = models.get_model_builder(name).__module__
     family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]

@@ -1,15 +1,11 @@
 """Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
-import functools
-import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..layers.conv_classes import AnyConv
 from ..layers.conv_settings import dims_of
@@ -18,7 +14,7 @@ from ..running.compare_outputs import finite_share, tensors_in
 from ..running.input_spec import InputSpec
 from ..running.run import running
 from .macs import MacCounter
-from .whole_networks import PICTURE_CHANNELS
+from .whole_networks import whole_networks
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -39,73 +35,10 @@ class Trace:
     """The record of one forward pass through a model."""
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
-    # Paths of the modules with others inside in which what is called first takes inputs of the
-    # network alone: the module itself, or one inside it.
-    begin_with_input: frozenset[str]
-    begin_with_picture: frozenset[str]  # likewise, for inputs and what may be pictures
+    networks: frozenset[str]  # paths of the whole networks inside the model
     macs: int  # of all operators
     uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
-
-
-@dataclass(slots=True)
-class _Beginnings:
-    """What the modules of a network are called with first, during a trace."""
-
-    inputs: dict[Tensor, int] = field(default_factory=dict)  # and their latest versions
-    called: set[str] = field(default_factory=set)  # paths in which something was called
-    with_input: set[str] = field(default_factory=set)  # see `Trace`
-    with_picture: set[str] = field(default_factory=set)
-    conv_was_called: bool = False
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.inputs.clear()
-        self.called.clear()
-        self.with_input.clear()
-        self.with_picture.clear()
-        self.conv_was_called = False
-
-    def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the inputs of the network."""
-        for tensor in tensors_in([args, kwargs]):
-            self.inputs[tensor] = _version(tensor)
-
-    def is_input(self, tensor: Tensor) -> bool:
-        """True for an input of the network that nothing has changed in place."""
-        return tensor in self.inputs and self.inputs[tensor] == _version(tensor)
-
-    def note(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Note what a module is called with, for the module of this path and those that hold it."""
-        if self.conv_was_called and (not path or path in self.called):
-            return
-        tensors: list[Tensor] = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
-        if not tensors:
-            return
-        if not self.conv_was_called:  # perhaps an input that was prepared
-            self.inputs.update(zip(tensors, map(_version, tensors), strict=True))
-            self.conv_was_called = isinstance(module, AnyConv)
-        others = list(itertools.filterfalse(self.is_input, tensors))
-        are_pictures = all(map(_may_be_picture, others))
-        while path and path not in self.called:
-            self.called.add(path)
-            if not others:
-                self.with_input.add(path)
-            if are_pictures:
-                self.with_picture.add(path)
-            path = path.rpartition(".")[0]
-
-
-def _may_be_picture(tensor: Tensor) -> bool:
-    """True for a map of few channels, which lie on its second axis or its last, and for vectors."""
-    return tensor.dim() < 3 or min(tensor.shape[1], tensor.shape[-1]) <= PICTURE_CHANNELS
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a number that changes when the tensor is changed in place, if torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
@@ -124,12 +57,18 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
     for name, module in model.named_modules():
         if isinstance(module, AnyConv):
             convs[module] = (name, dims_of(module))
-    beginnings = _Beginnings()
+    # What the model is called with, and what its first convolution sees: perhaps prepared inputs.
+    model_inputs: set[Tensor] = set()
+
+    def note_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model_inputs.update(tensors_in([args, kwargs]))
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         input = args[0] if args else kwargs["input"]
+        if not calls:
+            model_inputs.add(input)
         name, dims = convs[module]
         output_size = tuple(output.shape[-dims:])
         input_extent = tuple(input.shape[-dims:])
@@ -137,14 +76,14 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if beginnings.is_input(input):
+        if input in model_inputs:
             conv_calls.takes_image = True
 
     counter = MacCounter(model)
 
     def restart() -> None:
         calls.clear()
-        beginnings.clear()
+        model_inputs.clear()
         counter.restart()
 
     arguments = random_arguments(inputs, device="meta" if on_meta else "cpu")
@@ -154,21 +93,14 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         contextlib.ExitStack() as stack,
         running(model, on_meta=on_meta, restart=restart) as run,
     ):
-        stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
-        for path, module in model.named_modules():
-            if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
-                # A module with none inside only tells what the module that holds it begins with.
-                holder = path if module._modules else path.rpartition(".")[0]
-                hook = functools.partial(beginnings.note, holder)
-                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        stack.enter_context(model.register_forward_pre_hook(note_inputs, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _end_after_the_head(model, stack)
         outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
-        begin_with_input=frozenset(beginnings.with_input),
-        begin_with_picture=frozenset(beginnings.with_picture),
+        networks=frozenset(whole_networks({name: calls[name].takes_image for name in calls})),
         macs=counter.macs,
         uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),

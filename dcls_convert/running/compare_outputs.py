@@ -1,6 +1,5 @@
 """Measure how far the outputs of two models differ, for outputs of any structure."""
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -202,20 +201,11 @@ def _leaves(value: Any, place: str = "output") -> dict[str, Any]:
     try:
         for path, leaf in tree_flatten_with_path(value)[0]:
             leaf_place = place + keystr(path)
-            leaf = _tensor_of_array(leaf)
             parts = _parts(leaf)
             leaves |= {leaf_place: leaf} if parts is None else _leaves(parts, leaf_place)
     except RecursionError as error:
         raise ComparisonError("outputs are nested too deep, or contain themselves") from error
     return leaves
-
-
-def _tensor_of_array(value: Any) -> Any:
-    """Return an array of NumPy as a tensor, and anything else as it is."""
-    if type(value).__module__ == "numpy":
-        with contextlib.suppress(TypeError):  # an array of texts or objects
-            return torch.as_tensor(value)
-    return value
 
 
 def _parts(value: Any) -> list[Any] | dict[str, Any] | None:

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +19,10 @@ from ..text import shortened
 # Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+
+# Held while settings of the process are changed: threads take turns. Otherwise, a thread would
+# restore what another one had changed.
+_process = threading.RLock()
 
 
 def check_device(name: str) -> torch.device:
@@ -41,39 +45,19 @@ def check_device(name: str) -> torch.device:
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Compute float32 at full precision inside the block: no autocast, no TF32, no bfloat16."""
-    with contextlib.ExitStack() as restore:
-        for device in AUTOCAST_DEVICES:  # autocast is a setting of the thread
-            if torch.is_autocast_enabled(device):
-                restore.enter_context(torch.autocast(device, enabled=False))
-        restore.enter_context(_full_process_precision)
+    with _process, without_autocast(), contextlib.ExitStack() as restore:
+        _set_full_precision_(restore)
         yield
 
 
-class _ProcessSetting:
-    """Settings of the process that are changed while any thread needs them so.
-
-    The first of these threads changes them, and the last one restores them. If each did both for
-    itself, the second one would restore what the first one had changed.
-    """
-
-    def __init__(self, change_: Callable[[contextlib.ExitStack], None]) -> None:
-        """Take the function that changes the settings, and adds what restores them to a stack."""
-        self._change_ = change_
-        self._lock = threading.Lock()
-        self._users = 0
-        self._restore = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._users:
-                self._change_(self._restore)
-            self._users += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._restore.close()
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off inside the block; it is a setting of the thread, not of the process."""
+    with contextlib.ExitStack() as restore:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                restore.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _set_full_precision_(restore: contextlib.ExitStack) -> None:
@@ -117,28 +101,22 @@ def _older_precision_settings() -> tuple[str, bool] | None:
 
 
 @contextlib.contextmanager
-def suppress_output() -> Iterator[None]:
-    """Show no warnings and print nothing inside the block. Errors are raised as usual."""
-    with ignored_warnings, _discarded_output:
+def ignored_warnings() -> Iterator[None]:
+    """Show no warnings inside the block."""
+    with _process, warnings.catch_warnings(action="ignore"):
         yield
 
 
-def _ignore_warnings_(restore: contextlib.ExitStack) -> None:
-    restore.enter_context(warnings.catch_warnings(action="ignore"))
-
-
-def _discard_output_(restore: contextlib.ExitStack) -> None:
+@contextlib.contextmanager
+def suppress_output() -> Iterator[None]:
+    """Show no warnings and print nothing inside the block. Errors are raised as usual."""
     discarded = io.StringIO()
-    restore.enter_context(contextlib.redirect_stdout(discarded))
-    restore.enter_context(contextlib.redirect_stderr(discarded))
-
-
-_full_process_precision = _ProcessSetting(_set_full_precision_)
-ignored_warnings = _ProcessSetting(_ignore_warnings_)  # a context manager
-_discarded_output = _ProcessSetting(_discard_output_)
-# Held while the global generators are seeded. Otherwise, a thread would restore what another one
-# had put there.
-_generators = threading.RLock()
+    with (
+        ignored_warnings(),
+        contextlib.redirect_stdout(discarded),
+        contextlib.redirect_stderr(discarded),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -154,7 +132,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if cuda_in_use:
         devices = list(range(torch.cuda.device_count()))
-    with _generators, torch.random.fork_rng(devices=devices):
+    with _process, torch.random.fork_rng(devices=devices):
         of_python = random.getstate()
         numpy: Any = sys.modules.get("numpy")  # no dependency of this package
         of_numpy = numpy and numpy.random.get_state()

@@ -15,10 +15,9 @@ the containers among them. After the block, its modules are in their previous mo
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,55 @@ COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
 SMALL = 1e-2  # a parameter of smaller values counts as (nearly) zero
 
 
-class Run(Protocol):
-    """Returns a network's outputs for tensors, by position and by keyword."""
+class Run:
+    """Returns a network's outputs for tensors, by position and by keyword; see `running`."""
 
-    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any: ...
+    def __init__(self, model: nn.Module, *, on_meta: bool, restart: Callable[[], None]) -> None:
+        self._model = model
+        self._on_meta = on_meta
+        self._restart = restart
+        self._kept: list[_KeptParameter] = []
+        if not on_meta and not is_library_code(model):  # which changes no parameter in eval mode
+            self._kept = _kept_parameters(model)
+        self._needs_gradients: bool | None = None  # None until a run has succeeded
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """Run the network."""
+        try:
+            with torch.set_grad_enabled(bool(self._needs_gradients)):
+                outputs = self._once(args, kwargs)
+        except RuntimeError as error:
+            if self._needs_gradients is not None or is_out_of_memory(error):
+                raise
+            # Forward may differentiate, as for forces or unrolled optimisation.
+            self._restart()
+            with contextlib.suppress(Exception), torch.enable_grad():
+                outputs = self._once(args, kwargs)
+                self._needs_gradients = True
+                return outputs
+            raise
+        self._needs_gradients = bool(self._needs_gradients)
+        return outputs
+
+    def _once(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
+        model = self._model
+        saved = containers_of(model)
+        try:
+            for one in self._kept:
+                one.parameter.grad = None  # forward may add to it
+            copy_tensors_(model, on_meta=self._on_meta)
+            args, kwargs = _copies_for(model, args, kwargs)
+            with full_precision(), suppress_output(), seeded(0), _uncompiled(model):
+                with torch.device("meta") if self._on_meta else contextlib.nullcontext():
+                    return model(*args, **kwargs)
+        finally:
+            refill_(saved)
+            self.restore_parameters_()
+
+    def restore_parameters_(self) -> None:
+        """Restore what forward has changed of the parameters."""
+        for one in self._kept:
+            one.restore_()
 
 
 @contextlib.contextmanager
@@ -52,47 +96,7 @@ def running(
             they have recorded.
     """
     modes = {module: module.training for module in model.modules()}
-    kept: list[_KeptParameter] = []
-    if not on_meta and not is_library_code(model):  # which changes no parameter in eval mode
-        kept = _kept_parameters(model)
-    needs_gradients: bool | None = None  # None until a run has succeeded
-
-    def run(*args: Tensor, **kwargs: Tensor) -> Any:
-        nonlocal needs_gradients
-        try:
-            with torch.set_grad_enabled(bool(needs_gradients)):
-                outputs = run_once(*args, **kwargs)
-        except RuntimeError as error:
-            if needs_gradients is not None or is_out_of_memory(error):
-                raise
-            # Forward may differentiate, as for forces or unrolled optimisation.
-            restart()
-            with contextlib.suppress(Exception), torch.enable_grad():
-                outputs = run_once(*args, **kwargs)
-                needs_gradients = True
-                return outputs
-            raise
-        needs_gradients = bool(needs_gradients)
-        return outputs
-
-    def run_once(*args: Tensor, **kwargs: Tensor) -> Any:
-        saved = containers_of(model)
-        try:
-            for one in kept:
-                one.parameter.grad = None  # forward may add to it
-            copy_tensors_(model, on_meta=on_meta)
-            args, kwargs = _copies_for(model, args, kwargs)
-            with contextlib.ExitStack() as stack:
-                for context in (full_precision(), suppress_output(), seeded(0), _uncompiled(model)):
-                    stack.enter_context(context)
-                if on_meta:
-                    stack.enter_context(torch.device("meta"))
-                return model(*args, **kwargs)
-        finally:
-            refill_(saved)
-            for one in kept:
-                one.restore_()
-
+    run = Run(model, on_meta=on_meta, restart=restart)
     try:
         for module in modes:
             module.training = False  # not `eval()`, which the model's class may override
@@ -100,22 +104,7 @@ def running(
     finally:
         for module, training in modes.items():
             module.training = training
-        for one in kept:
-            one.restore_()
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the network without values, which takes no memory.
-
-    Raises:
-        Exception: What copying the network's own objects raises.
-    """
-    saved = containers_of(model)
-    try:
-        copy_tensors_(model, on_meta=True)
-        return copy.deepcopy(model)
-    finally:
-        refill_(saved)
+        run.restore_parameters_()  # stand-ins overwrite weights between runs
 
 
 def _copies_for(

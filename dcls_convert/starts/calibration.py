@@ -19,7 +19,7 @@ from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DclsConvNd
 from ..placing.place import ConvGroup, LayerGroup
 from ..progress import Notify
-from ..running.process_settings import full_precision
+from ..running.process_settings import without_autocast
 from ..running.run import Run, running
 from ..text import one_line
 from .boxes import Box
@@ -104,7 +104,7 @@ def _measure(
                 moments[conv] = kind(layer, box)
 
     # The model's own code may have entered other modes.
-    @full_precision()
+    @without_autocast()
     @torch.inference_mode(False)
     @torch.no_grad()
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

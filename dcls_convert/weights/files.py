@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -59,7 +58,6 @@ HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (NumpyValueOrPath, "pathlib._local.PosixPath"),  # of Python 3.13
     (NumpyValueOrPath, "pathlib._local.WindowsPath"),
 ]
-_SAFE_GLOBALS_LOCK = threading.Lock()  # torch has one list for the process
 
 
 def read_weights(
@@ -230,8 +228,9 @@ def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
 
 def _read_torch(path: Path, where: str, start: bytes) -> Any:
     """Return the content of a file of torch.save, unpickled with weights_only=True."""
-    # Old files make torch warn about its own code.
-    with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(HARMLESS), ignored_warnings:
+    # Old files make torch warn about its own code. `ignored_warnings` also lets threads take turns,
+    # because torch has one list of safe globals for the process.
+    with ignored_warnings(), torch.serialization.safe_globals(HARMLESS):
         try:
             _check_not_compressed(path, where)
             with path.open("rb") as file:  # torch would read a name in .safetensors as one

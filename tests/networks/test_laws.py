@@ -93,16 +93,41 @@ def test_the_stride_from_inputs_to_outputs_is_found(grid, side):
     model = nn.Sequential(conv(1), build())
     convs = find_convs(model, (2, side))
     assert convs.not_measured is None
-    (table,) = convs.dependence.tables
-    assert [pair.stride for pair in find_pairs(table)] == [stride]
-    assert convs.dependence.laws == [[]]
+    (found,) = convs.dependence.tables
+    assert [pair.stride for pair in find_pairs(found.table)] == [stride]
+    assert found.laws == []
 
 
 def test_no_axis_is_taken_for_another():
     model = Call(lambda x, c: c(later(x)).transpose(2, 3), conv(2))
     convs = find_convs(model, (2, 24, 24))
-    (laws,) = convs.dependence.laws
-    assert {(law.pair.input_axis, law.pair.output_axis) for law in laws} == {(3, 2)}
+    (found,) = convs.dependence.tables
+    assert {(law.pair.input_axis, law.pair.output_axis) for law in found.laws} == {(3, 2)}
+
+
+@pytest.mark.parametrize("pooled", [1, 2])
+def test_maps_that_are_joined_along_an_axis_have_no_place_and_it_is_said(pooled):
+    def use(x, c):
+        x = c(x)
+        return torch.cat([x, F.avg_pool1d(x, pooled)], -1)
+
+    convs = find_convs(Call(use, conv(1)), (2, 48))
+    assert convs.not_measured == (
+        "along axis 2 of input 0, outputs do not move with the changed cells"
+    )
+
+
+def test_a_causal_network_shows_the_numbers_that_measure_draws():
+    model = Call(lambda x, c: c(F.pad(x, (2, 0))), conv(1, padding=0))
+    dependence = find_convs(model, (2, 12)).dependence
+    (found,) = dependence.tables
+    changed = {column.probe.cells[2]: column.cells(0, 2) for column in found.table.columns}
+    assert changed[3, 3] == [3, 4, 5]
+    assert changed[5, 5] == [5, 6, 7]
+    (law,) = found.laws
+    assert (law.side, law.most) == ("back", 0)
+    assert [*dependence.broken_by({"convs.0": (7,)})] == ["convs.0"]
+    assert dependence.broken_by({"convs.0": (7,)}, {"convs.0": ("back",)}) == {}
 
 
 # Causal networks that earlier versions converted in silence. Output o may look at inputs up to

@@ -257,11 +257,6 @@ class HiddenLinear(nn.Linear):
         return Hidden.apply(x, self.weight)
 
 
-class SplitOnMeta(HiddenLinear):
-    def forward(self, x):
-        return nn.Linear.forward(self, x) if x.is_meta else super().forward(x)
-
-
 def test_modules_with_hidden_products_are_named():
     hidden = HiddenLinear(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(hidden, nn.ReLU(), hidden))
@@ -290,15 +285,6 @@ def test_macs_that_are_too_low_are_said_to_be():
         report = convert_(model, rules=ANY_CONV, init="random", input_size=(4, 10))
     assert report.macs.before == 10 * 4 * 4 * 3
     assert "MACs are too low: nothing was counted in hidden." in " ".join(str(report).split())
-
-
-def test_what_counts_nothing_is_counted_on_meta_if_it_runs_there():
-    model = ConvAndHidden()
-    model.hidden = SplitOnMeta(10, 10, bias=False)
-    convs = find_convs(model, (4, 10))
-    assert convs.macs == 10 * 4 * 4 * 3 + 4 * 10 * 10
-    assert convs.macs_note is None
-    assert model.hidden.weight.device.type == "cpu"
 
 
 class Scale(nn.Module):

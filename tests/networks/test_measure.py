@@ -36,11 +36,6 @@ def deformable(conv, x):
     return torchvision.ops.deform_conv2d(x, offset, conv.weight, conv.bias, padding=1)
 
 
-def central_difference(conv, x):
-    kernel = conv.weight.sum((2, 3), keepdim=True)
-    return conv(x) - F.conv2d(x, kernel, groups=4)
-
-
 def at_two_dilations(conv, x):
     return conv(x) + F.conv2d(x, conv.weight, padding=2, dilation=2, groups=4)
 
@@ -69,11 +64,6 @@ def by_own_method(conv, x):
     return conv._conv_forward(x, conv.weight * 0.5, conv.bias)
 
 
-def from_a_list(conv, x):
-    (weight, _) = conv.parameters()
-    return F.conv2d(x, weight.flatten(1).reshape(4, 1, 3, 3), padding=1, groups=4)
-
-
 def by_a_hypernetwork(conv, x):
     weight = x.mean().expand(4, 1, 3, 3)
     return torch.func.functional_call(conv, {"weight": weight}, (x,))
@@ -97,13 +87,7 @@ NOT_CALLED = "does not call it"
 USES = {
     "by a hypernetwork": (by_a_hypernetwork, CHANGED),
     "by an operator": (deformable, NOT_CALLED),
-    "as a sum": (central_difference, FAILS),
     "at two dilations": (at_two_dilations, FAILS),
-    "by the functional": (
-        lambda conv, x: F.conv2d(x, conv.weight, padding=1, groups=4),
-        NOT_CALLED,
-    ),
-    "from a list": (from_a_list, NOT_CALLED),
     "in place": (scaled_in_place, "other code changes its weight"),
     "weight set": (set_weight, CHANGED),
     "dilation set": (set_dilation, CHANGED),

@@ -36,136 +36,89 @@ class Form:
     stride: float = 1  # cells of the input for a cell of the output
 
 
-def calls(use, *convs, **fields):
-    """A function that calls 1-D convolutions with these options."""
-    return Form(lambda: Call(use, *[conv(1, **options) for options in convs]), **fields)
+FORMS = {}
 
 
-# The map is shifted before the convolution.
+def form(*convs, dims=1, **fields):
+    """Add a form: a function of a map and of convolutions with these options."""
+
+    def add(use):
+        FORMS[use.__name__] = Form(
+            lambda: Call(use, *[conv(dims, **options) for options in convs]), dims, **fields
+        )
+        return use
+
+    return add
 
 
-def by_strides(x):
-    return F.pad(x, (1, 0)).contiguous().as_strided((len(x), 2, 12), (2 * 13, 13, 1))
+def built_form(build):
+    """Add a form that a function builds."""
+    FORMS[build.__name__] = Form(build)
+    return build
 
 
-def by_attention(x):
-    return later(F.scaled_dot_product_attention(x.mT, x.mT, x.mT, is_causal=True).mT)
+# The map is shifted before the convolution, or behind it.
 
 
-def looking_at_values(x):
-    return later(x / 2 if x.abs().max() > 100 else x)
+@form({})
+def shifted_before(x, c):
+    return c(later(x))
 
 
-def written(x):
-    moved = torch.zeros_like(x)
-    moved[..., 1:] = x[..., :-1]
-    return moved
+@form({})
+def padded_before(x, c):
+    """The output is longer."""
+    return c(F.pad(x, (1, 0)))
 
 
-def channels_last(x):
-    x = x.transpose(1, 2)
-    x = F.pad(F.layer_norm(x, x.shape[-1:]), (0, 0, 1, 0))[:, :-1]
-    return x.transpose(1, 2)
+@form({})
+def shifted_behind(x, c):
+    return later(c(x))
 
 
-BEFORE = {
-    "input padded and cut": later,
-    "longer output": lambda x: F.pad(x, (1, 0)),
-    "by strides": by_strides,
-    "by a matrix": lambda x: x @ x.new_ones(12, 12).triu(1),
-    "after attention": by_attention,
-    "looking at values": looking_at_values,
-    "written": written,
-    "channels last": channels_last,
-}
+@form({})
+def joined_behind_its_first_cell(x, c):
+    x = c(x)
+    return torch.cat([x[..., :1], x[..., :-1]], dim=-1)
 
 
-def shifted_before(shift):
-    return calls(lambda x, c: c(shift(x)), {})
-
-
-# Other code lies between the shift and the convolution.
-
-
-BETWEEN = {
-    "by a sum of all before": lambda x: x.cumsum(-1),
-    "softmax of channels between": lambda x: x.softmax(dim=1),
-    "product with a matrix between": lambda x: (x.mT @ x.new_ones(2, 2)).mT,
-    "causal convolution by a function between": lambda x: F.conv1d(
-        later(x, 2), x.new_ones(2, 2, 3)
-    ),
-    "causal pooling between": lambda x: F.max_pool1d(F.pad(x, (2, 0)), 3, 1),
-}
-
-
-def with_code_between(function):
-    return calls(lambda x, c: c(function(later(x))), {})
-
-
-# The convolution's output is shifted.
-
-
-def joined_with(first_cell):
-    """Shift by one cell, which a function makes from the first one."""
-    return lambda x: torch.cat([first_cell(x[..., :1]), x[..., :-1]], dim=-1)
-
-
-BEHIND = {
-    "output padded and cut": later,
-    "joined with zeros after it": joined_with(torch.zeros_like),
-    "joined with ones": joined_with(lambda x: x.new_ones(x.shape)),
-    "joined with its first cell": joined_with(lambda x: x),
-}
-
-
-def shifted_behind(shift):
-    return calls(lambda x, c: shift(c(x)), {})
-
-
-# Other uses, and other convolutions.
-
-
-def cut_behind(x, c):
-    return c(F.pad(x, (1, 0)))[..., :-1]
-
-
-def summed_over_channels(x, c):
-    return torch.einsum("bct,cd->bdt", c(later(x)), x.new_ones(2, 2))
-
-
-def normalised(x, c, norm):
-    return c(norm(later(x)).relu())
-
-
-def after_a_recurrent_network(x, c, lstm):
-    return c(later(lstm(x.mT)[0].mT))
-
-
-def upsampled(x, c):
-    return F.interpolate(later(c(x)), scale_factor=3)
-
-
-def earlier(x, c):
-    return c(F.pad(x, (0, 1))[..., 1:])
-
-
+@form({}, ahead=True)
 def anti_causal(x, c):
     return c(later(x.flip(-1))).flip(-1)
 
 
-def called_twice(x, c):
-    return c(later(x)) + c(later(x.relu()))
+@built_form
+def padded_by_a_hook():
+    module = Call(lambda x, c: c(x), conv(1))
+    module.convs[0].register_forward_pre_hook(lambda module, args: (later(args[0]),))
+    return module
 
 
-def gated(x, c):
-    first, second = c(x).chunk(2, 1)
-    return later(first.tanh() * second.sigmoid())
+# Other code lies before or behind it.
 
 
-def before_1x1(x, c, pointwise):
-    return later(pointwise(c(x)))
+@form({})
+def after_a_sum_of_all_before(x, c):
+    return c(later(x).cumsum(-1))
 
 
+@built_form
+def after_a_recurrent_network():
+    lstm = nn.LSTM(2, 2, batch_first=True)
+    return Call(lambda x, c, lstm: c(later(lstm(x.mT)[0].mT)), conv(1), lstm)
+
+
+@form({})
+def after_causal_pooling(x, c):
+    return c(F.max_pool1d(F.pad(later(x), (2, 0)), 3, 1))
+
+
+@form({}, stride=1 / 3)
+def upsampled(x, c):
+    return F.interpolate(later(c(x)), scale_factor=3)
+
+
+@built_form
 def behind_a_small_scale():
     """As ConvNeXt's layer scale is at first."""
     model = Call(lambda x, c: x + model.scale * later(c(x)), conv(1))
@@ -173,45 +126,44 @@ def behind_a_small_scale():
     return model
 
 
-def padded_by_a_hook():
-    module = Call(lambda x, c: c(x), conv(1))
-    module.convs[0].register_forward_pre_hook(lambda module, args: (later(args[0]),))
-    return module
+@form({"out": 4})
+def gated(x, c):
+    first, second = c(x).chunk(2, 1)
+    return later(first.tanh() * second.sigmoid())
 
 
-OTHERS = {
-    "input padded, output cut": calls(cut_behind, {}),
-    "before a sum over channels": calls(summed_over_channels, {}),
-    "norm and activation between": Form(
-        lambda: Call(normalised, conv(1), nn.BatchNorm1d(2).eval())
-    ),
-    "after a recurrent network": Form(
-        lambda: Call(after_a_recurrent_network, conv(1), nn.LSTM(2, 2, batch_first=True))
-    ),
-    "upsampled": calls(upsampled, {}, stride=1 / 3),
-    "earlier": calls(earlier, {}, ahead=True),
-    "anti-causal": calls(anti_causal, {}, ahead=True),
-    "twice": calls(called_twice, {}),
-    "gated": calls(gated, {"out": 4}),
-    "1x1 between": calls(before_1x1, {}, {"size": 1}),
-    "behind a small scale": Form(behind_a_small_scale),
-    "padded by a hook": Form(padded_by_a_hook),
-    "even kernel": calls(lambda x, c: c(later(x))[..., :-1], {"size": 4, "padding": 2}),
-    "dilated": calls(lambda x, c: c(later(x, 2)), {"dilation": 2}),
-    "strided": calls(lambda x, c: c(later(x, 2)), {"size": 4, "stride": 2, "padding": 1}, stride=2),
-    "reflect": calls(lambda x, c: c(later(x)), {"padding": 1, "padding_mode": "reflect"}),
-}
+# The convolution itself is another one.
 
 
-# Several convolutions.
+@form({"size": 4, "padding": 2})
+def even_kernel(x, c):
+    return c(later(x))[..., :-1]
 
 
-def deep_then_shifted(x, *convs):
-    for c in convs:
-        x = c(x)
-    return later(x, len(convs))
+@form({"dilation": 2})
+def dilated(x, c):
+    return c(later(x, 2))
 
 
+@form({"size": 4, "stride": 2, "padding": 1}, stride=2)
+def strided(x, c):
+    return c(later(x, 2))
+
+
+@form({"padding": 1, "padding_mode": "reflect"})
+def reflected(x, c):
+    return c(later(x))
+
+
+# There are several convolutions or calls.
+
+
+@form({})
+def called_twice(x, c):
+    return c(later(x)) + c(later(x.relu()))
+
+
+@form({}, {}, {})
 def shifted_then_deep(x, *convs):
     x = later(x, len(convs))
     for c in convs:
@@ -219,67 +171,39 @@ def shifted_then_deep(x, *convs):
     return x
 
 
+@form({}, {}, {})
 def residual(x, *convs):
     for c in convs:
         x = x + c(x).relu()
     return later(x, len(convs))
 
 
+@form({}, {})
 def each_shifted(x, first, second):
     return x + second(later(first(later(x))))
-
-
-SEVERAL = {
-    "deep, then shifted": calls(deep_then_shifted, {}, {}, {}),
-    "shifted, then deep": calls(shifted_then_deep, {}, {}, {}),
-    "residual": calls(residual, {}, {}, {}),
-    "each shifted": calls(each_shifted, {}, {}),
-}
 
 
 # Images and videos.
 
 
-def down(x, rows=1):
-    return F.pad(x, (0, 0, rows, 0))[:, :, :-rows]
+def down(x):
+    return F.pad(x, (0, 0, 1, 0))[:, :, :-1]
 
 
-def by_modules():
-    return nn.Sequential(nn.ZeroPad2d((0, 0, 1, 0)), Cut(), conv(2))
+@form({}, dims=2, axis=0)
+def rows_above(x, c):
+    return c(down(x))
 
 
-class Cut(nn.Module):
-    def forward(self, x):
-        return x[:, :, :-1, :]
-
-
-def vertical_and_horizontal(x, vertical, horizontal):
+@form({}, {"size": (1, 3)}, dims=2, axis=0)
+def pixel_cnn(x, vertical, horizontal):
     """A layer of PixelCNN: rows above, and cells to the left in the same row."""
     return down(vertical(down(x))) + horizontal(later(x))
 
 
+@form({}, dims=3, axis=0)
 def causal_in_time(x, c):
     return c(F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1])
-
-
-SPATIAL = {
-    "rows above": Form(lambda: Call(lambda x, c: c(down(x)), conv(2)), dims=2, axis=0),
-    "rows above, by modules": Form(by_modules, dims=2, axis=0),
-    "PixelCNN": Form(
-        lambda: Call(vertical_and_horizontal, conv(2), conv(2, (1, 3))), dims=2, axis=0
-    ),
-    "causal in time": Form(lambda: Call(causal_in_time, conv(3)), dims=3, axis=0),
-}
-
-
-FORMS = {
-    **{name: shifted_before(shift) for name, shift in BEFORE.items()},
-    **{name: with_code_between(function) for name, function in BETWEEN.items()},
-    **{name: shifted_behind(shift) for name, shift in BEHIND.items()},
-    **OTHERS,
-    **SEVERAL,
-    **SPATIAL,
-}
 
 
 def fixed_axes(model, size):
@@ -354,14 +278,14 @@ def with_random_weights(plain):
 
 def test_what_wraps_round_stays():
     """By a plain roll, the first outputs see the end of the map."""
-    rolled_alone = calls(lambda x, c: later(c(x)).roll(1, -1), {})
-    report = converted(beside_an_ordinary_one(rolled_alone), INPUT[1], DEFAULT)
+    rolled = Form(lambda: Call(lambda x, c: later(c(x)).roll(1, -1), conv(1)))
+    report = converted(beside_an_ordinary_one(rolled), INPUT[1], DEFAULT)
     assert [layer.name for layer in report.layers] == ["ordinary"]
     (skip,) = report.skipped
     assert "depends only on inputs on one side" in skip.reason
 
 
-@pytest.mark.parametrize("name", ["longer output", "gated", "strided", "PixelCNN"])
+@pytest.mark.parametrize("name", ["padded_before", "gated", "strided", "pixel_cnn"])
 def test_a_rule_may_ask_for_both_sides_all_the_same_and_a_warning_says_so(name):
     form = FORMS[name]
     model = beside_an_ordinary_one(form)
@@ -373,6 +297,20 @@ def test_a_rule_may_ask_for_both_sides_all_the_same_and_a_warning_says_so(name):
     assert (seen(model, INPUT[form.dims]) & ~before).any()
 
 
+ORDINARY = {}
+
+
+def ordinary(*convs):
+    """Add a function of an image and of 2-D convolutions with these options."""
+
+    def add(use):
+        ORDINARY[use.__name__] = (use, convs)
+        return use
+
+    return add
+
+
+@ordinary({})
 def swin(x, c):
     """Windows that are shifted, attended to and shifted back."""
     windows = x.roll((-2, -2), (2, 3)).flatten(2)
@@ -380,23 +318,27 @@ def swin(x, c):
     return c(x + attended.view(x.shape).roll((2, 2), (2, 3)))
 
 
-def phases(x, c):
+@ordinary({})
+def space_to_depth(x, c):
     x = c(x)
     return torch.cat(
         [x[..., ::2, ::2], x[..., 1::2, ::2], x[..., ::2, 1::2], x[..., 1::2, 1::2]], 1
     )
 
 
+@ordinary({"stride": 2, "padding": 1})
 def same_by_cropping(x, c):
     """TensorFlow's SAME padding at stride 2, as in NASNet."""
     return c(F.pad(x, (1, 0, 1, 0)))[:, :, 1:, 1:]
 
 
-def cropped(x, c):
+@ordinary({})
+def cropped_at_the_end(x, c):
     return c(x)[..., :9, :7] + c(F.pad(x, (0, 3, 0, 2)))[..., :9, :7]
 
 
-def u_net(x, first, second):
+@ordinary({}, {})
+def u_net_with_odd_sizes(x, first, second):
     small = first(F.max_pool2d(x, 2))
     large = F.interpolate(small, scale_factor=2)
     rows, columns = x.shape[2] - large.shape[2], x.shape[3] - large.shape[3]
@@ -404,38 +346,47 @@ def u_net(x, first, second):
     return second(large + x)
 
 
-ORDINARY = {
-    "Swin": (swin, conv(2)),
-    "space to depth": (phases, conv(2)),
-    "SAME by cropping": (same_by_cropping, conv(2, stride=2, padding=1)),
-    "cropped at the end": (cropped, conv(2)),
-    "U-Net with odd sizes": (u_net, conv(2), conv(2)),
-    "centre crop": (lambda x, c: c(x)[..., 1:-2, 2:-2], conv(2)),
-    "reflected, then centred": (lambda x, c: c(F.pad(x, [1] * 4, mode="reflect")), conv(2)),
-    "differences": (lambda x, c: c(x)[..., 1:] - c(x)[..., :-1], conv(2)),
-    "some channels shifted": (
-        lambda x, c: c(torch.cat([down(x[:, :1]), x[:, 1:]], 1)),
-        conv(2),
-    ),
-    "shifted and back": (lambda x, c: c(later(x))[..., 1:], conv(2)),
-    "both ways": (lambda x, c, d: c(later(x)) + d(x), conv(2), conv(2)),
-    "class token": (
-        lambda x, c: c(
-            torch.cat([x.mean((2, 3), keepdim=True).flatten(2), x.flatten(2)], 2)[..., 1:].view(
-                x.shape
-            )
-        ),
-        conv(2),
-    ),
-}
+@ordinary({})
+def cropped_to_the_centre(x, c):
+    return c(x)[..., 1:-2, 2:-2]
+
+
+@ordinary({})
+def padded_by_reflection(x, c):
+    return c(F.pad(x, [1] * 4, mode="reflect"))
+
+
+@ordinary({})
+def differences(x, c):
+    return c(x)[..., 1:] - c(x)[..., :-1]
+
+
+@ordinary({})
+def some_channels_shifted(x, c):
+    return c(torch.cat([down(x[:, :1]), x[:, 1:]], 1))
+
+
+@ordinary({})
+def shifted_and_back(x, c):
+    return c(later(x))[..., 1:]
+
+
+@ordinary({}, {})
+def shifted_and_not(x, c, d):
+    return c(later(x)) + d(x)
+
+
+@ordinary({})
+def class_token(x, c):
+    """A token before the pixels, which is cut off later."""
+    tokens = torch.cat([x.mean((2, 3))[..., None], x.flatten(2)], 2)
+    return c(tokens[..., 1:].view(x.shape))
 
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_centred_convolutions_are_not_lost(name):
-    use, *convs = ORDINARY[name]
-    for own in convs:
-        own.reset_parameters()  # seeded
-    model = Call(use, *convs)
+    use, convs = ORDINARY[name]
+    model = Call(use, *[conv(2, **options) for options in convs])
     assert fixed_axes(model, INPUT[2]) == {}
 
 
@@ -445,18 +396,26 @@ def before_a_recurrent_network():
     return Call(lambda x, c, d, _: lstm(d(c(x)).mT)[0], conv(1), conv(1), lstm)
 
 
-LOOK_AHEAD_ALREADY = {
-    "before a recurrent network": before_a_recurrent_network,
-    "before a sum of all before": lambda: Call(lambda x, c: c(x).cumsum(-1), conv(1)),
-    # By one cell, so a longer kernel lets them look further, not to a new side.
-    "shifted by less than the kernel reaches": lambda: Call(lambda x, c: c(later(x)), conv(1, 5)),
-}
+def before_a_sum_of_all_before():
+    return Call(lambda x, c: c(x).cumsum(-1), conv(1))
 
 
-@pytest.mark.parametrize("name", LOOK_AHEAD_ALREADY)
+def shifted_by_less_than_the_kernel_reaches():
+    """By one cell, so a longer kernel lets outputs look further, not to a new side."""
+    return Call(lambda x, c: c(later(x)), conv(1, 5))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        before_a_recurrent_network,
+        before_a_sum_of_all_before,
+        shifted_by_less_than_the_kernel_reaches,
+    ],
+)
 @pytest.mark.parametrize("side", [12, 50])
-def test_what_looks_ahead_already_may_look_further(name, side):
-    assert fixed_axes(LOOK_AHEAD_ALREADY[name](), (2, side)) == {}
+def test_what_looks_ahead_already_may_look_further(build, side):
+    assert fixed_axes(build(), (2, side)) == {}
 
 
 def test_an_uneven_view_whose_map_was_cut_counts_as_one_sided():
@@ -477,7 +436,7 @@ def test_a_causal_network_without_time_in_its_output_shows_no_side():
 
 
 def test_a_window_may_grow_along_the_other_axes():
-    assert fixed_axes(FORMS["causal in time"].build(), INPUT[3]) == {"convs.0": (0,)}
+    assert fixed_axes(FORMS["causal_in_time"].build(), INPUT[3]) == {"convs.0": (0,)}
 
 
 def test_a_crop_of_a_strided_map_is_no_side():

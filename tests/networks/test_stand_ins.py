@@ -4,10 +4,6 @@ That way would still lead to the old one.
 """
 
 import weakref
-from collections import deque
-from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,12 +33,11 @@ class Net(nn.Module):
 
 def in_a_list(model, conv):
     model.convs = [conv]
-    model.use = lambda x, index=0: model.convs[index](x)
+    model.use = lambda x: model.convs[0](x)
 
 
-def in_a_dictionary(model, conv):
-    model.convs = {"one": (conv,)}
-    model.use = lambda x: model.convs["one"][0](x)
+def as_a_method(model, conv):
+    model.use = conv.forward
 
 
 def in_a_closure(model, conv):
@@ -54,19 +49,14 @@ def weight_in_a_closure(model, conv):
     model.use = lambda x: F.conv2d(conv(x), weight, padding=1, groups=4)
 
 
-def as_a_method(model, conv):
-    model.use = conv.forward
+def in_an_unregistered_module(model, conv):
+    model.users = [nn.Sequential(nn.Sequential(conv))]
+    model.use = lambda x: model.users[0](x)
 
 
-def as_an_argument(model, conv):
-    model.use = partial(lambda conv, x: conv(x), conv)
-
-
-def as_a_default(model, conv):
-    def use(x, conv=conv):
-        return conv(x)
-
-    model.use = use
+def by_a_weak_reference(model, conv):
+    reference = weakref.ref(conv)
+    model.use = lambda x: reference()(x)
 
 
 def in_a_hook(model, conv):
@@ -82,66 +72,13 @@ def in_a_pre_hook(model, conv):
     model.register_forward_pre_hook(clamp)
 
 
-class Plain:
-    def __init__(self, conv):
-        self.inner = SimpleNamespace(convs=deque([conv]))
-
-    @property
-    def conv(self):
-        return self.inner.convs[0]
-
-    def __call__(self, x):
-        return self.conv(x)
-
-    def apply(self, x):
-        return self.conv(x)
-
-
-@dataclass(slots=True)
-class Slots:
-    conv: object
-    empty: object = field(init=False)
-
-    def __call__(self, x):
-        return self.conv(x)
-
-
-def in_an_object(model, conv):
-    model.use = Plain(conv)
-
-
-def in_a_method_of_an_object(model, conv):
-    model.use = Plain(conv).apply
-
-
-def in_slots_of_an_object_in_a_list(model, conv):
-    model.users = [Slots(conv)]
-    model.use = lambda x: model.users[0](x)
-
-
-def in_an_unregistered_module(model, conv):
-    model.users = [nn.Sequential(nn.Sequential(conv))]
-    model.use = lambda x: model.users[0](x)
-
-
-def by_a_weak_reference(model, conv):
-    reference = weakref.ref(conv)
-    model.use = lambda x: reference()(x)
-
-
 REFERENCES = [
-    in_an_object,
-    in_a_method_of_an_object,
-    in_slots_of_an_object_in_a_list,
-    in_an_unregistered_module,
-    by_a_weak_reference,
     in_a_list,
-    in_a_dictionary,
+    as_a_method,
     in_a_closure,
     weight_in_a_closure,
-    as_a_method,
-    as_an_argument,
-    as_a_default,
+    in_an_unregistered_module,
+    by_a_weak_reference,
     in_a_hook,
     in_a_pre_hook,
 ]

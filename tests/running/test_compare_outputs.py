@@ -98,7 +98,6 @@ KINDS = {
     "slots": Slotted,
     "queue": lambda tensor: collections.deque([tensor]),
     "mapping": lambda tensor: types.MappingProxyType({"a": tensor}),
-    "array": lambda tensor: [tensor.numpy()],
 }
 
 

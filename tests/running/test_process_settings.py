@@ -1,6 +1,7 @@
 """Running a user's network leaves the settings of the process as they were."""
 
 import sys
+import threading
 import warnings
 from operator import attrgetter
 
@@ -77,15 +78,21 @@ def settings():
 
 
 @pytest.mark.parametrize("change", [full_precision, suppress_output])
-def test_threads_that_overlap_leave_the_settings_as_they_were(change):
+def test_a_thread_waits_until_another_one_has_restored_the_settings(change):
     before = settings()
-    first = change()
-    second = change()
-    first.__enter__()
-    inside = settings()
-    assert inside != before
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert settings() == inside
-    second.__exit__(None, None, None)
+    seen_by_other = []
+
+    def other():
+        with change():
+            seen_by_other.append(settings())
+
+    with change():
+        inside = settings()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.2)
+        assert seen_by_other == []
+        assert settings() == inside != before
+    thread.join()
+    assert seen_by_other[0][0] == inside[0]
     assert settings() == before
