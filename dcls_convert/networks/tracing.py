@@ -1,10 +1,12 @@
 """Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
@@ -14,7 +16,7 @@ from ..running.compare_outputs import finite_share, tensors_in
 from ..running.input_spec import InputSpec
 from ..running.run import running
 from .macs import MacCounter
-from .whole_networks import whole_networks
+from .whole_networks import Beginnings, whole_networks
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -57,18 +59,12 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
     for name, module in model.named_modules():
         if isinstance(module, AnyConv):
             convs[module] = (name, dims_of(module))
-    # What the model is called with, and what its first convolution sees: perhaps prepared inputs.
-    model_inputs: set[Tensor] = set()
-
-    def note_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model_inputs.update(tensors_in([args, kwargs]))
+    beginnings = Beginnings()
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         input = args[0] if args else kwargs["input"]
-        if not calls:
-            model_inputs.add(input)
         name, dims = convs[module]
         output_size = tuple(output.shape[-dims:])
         input_extent = tuple(input.shape[-dims:])
@@ -76,14 +72,14 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if input in model_inputs:
+        if input in beginnings.inputs:
             conv_calls.takes_image = True
 
     counter = MacCounter(model)
 
     def restart() -> None:
         calls.clear()
-        model_inputs.clear()
+        beginnings.clear()
         counter.restart()
 
     arguments = random_arguments(inputs, device="meta" if on_meta else "cpu")
@@ -93,14 +89,19 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         contextlib.ExitStack() as stack,
         running(model, on_meta=on_meta, restart=restart) as run,
     ):
-        stack.enter_context(model.register_forward_pre_hook(note_inputs, with_kwargs=True))
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
+                # A module with none inside only tells what the module that holds it begins with.
+                holder = path if module._modules else path.rpartition(".")[0]
+                hook = functools.partial(beginnings.note, holder)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _end_after_the_head(model, stack)
         outputs = run(*arguments.args, **arguments.kwargs)
     return Trace(
         calls=calls,
-        networks=frozenset(whole_networks({name: calls[name].takes_image for name in calls})),
+        networks=frozenset(whole_networks(calls, beginnings.with_input)),
         macs=counter.macs,
         uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),

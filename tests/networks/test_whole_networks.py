@@ -31,14 +31,17 @@ class ScaledBlock(Block):
 
 
 class Network(nn.Module):
+    """It normalizes its input, so that the first convolution does not see the input itself."""
+
     def __init__(self, in_channels=3):
         super().__init__()
+        self.norm = nn.BatchNorm2d(in_channels)
         self.stem = nn.Conv2d(in_channels, 8, 3, padding=1)
         self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Conv2d(8, 3, 1)
 
     def forward(self, x):
-        return self.head(self.blocks(self.stem(x)))
+        return self.head(self.blocks(self.stem(self.norm(x))))
 
 
 class FlatNetwork(nn.Module):
@@ -74,7 +77,10 @@ class Ensemble(nn.Module):
             if isinstance(member, nn.ModuleList):
                 yield from self.outputs(member, x)
             else:
-                yield member(x)
+                yield self.output(member, x)
+
+    def output(self, member, x):
+        return member(x)
 
 
 class PreparedEnsemble(Ensemble):
@@ -88,7 +94,7 @@ class Streams(Ensemble):
     """Each member has an input of its own."""
 
     def forward(self, *inputs):
-        return sum(member(x) for member, x in zip(self.members, inputs, strict=True))
+        return sum(map(self.output, self.members, inputs))
 
 
 ENSEMBLES = {
