@@ -8,7 +8,7 @@ from ..errors import PlanError
 from ..geometry import size_text
 from ..networks.find_convs import parameter_count
 from ..networks.sites import ModelConvs
-from ..networks.source import ModelSource
+from ..networks.source import ModelSource, are_same_network
 from ..networks.timm_notes import stated_source
 from ..options import AUTO
 from ..placing.place import find_planned_convs
@@ -61,7 +61,7 @@ def adopted_plan(
         PlanError: The network differs from the planned one; the message names the first difference.
     """
     # A plan of a network in memory states all arguments, also those that are the defaults.
-    is_same = plan.source == source
+    is_same = are_same_network(plan.source, source)
     if not is_same and plan.source != stated_source(structure):
         raise PlanError(f"the plan is for {_described(plan.source)}, not for {_described(source)}")
     find_planned_convs(structure, plan)  # may raise
@@ -72,7 +72,7 @@ def adopted_plan(
         )
     plan = replace(plan, folded=False)  # the plan of a folded network makes DCLS layers again
     if source is not None and (is_same or plan.source is None):
-        # The plan of a network in memory has no name.
+        # The plan of a network in memory has no name; and preprocessing is that of these weights.
         plan = replace(plan, model=source.name, model_args=source.args)
     return plan
 

@@ -57,6 +57,19 @@ class ModelSource:
         return self.prefix in REGISTRIES
 
 
+def are_same_network(first: ModelSource | None, second: ModelSource | None) -> bool:
+    """True if two sources build the same network, whatever it does to its inputs first."""
+    if first is None or second is None:
+        return first is second
+    return first.name == second.name and _network_args(first) == _network_args(second)
+
+
+def _network_args(source: ModelSource) -> dict[str, Any]:
+    if source.name not in INCEPTIONS:
+        return source.args
+    return {name: value for name, value in source.args.items() if name != "transform_input"}
+
+
 def is_registered(registry: str, name: str) -> bool:
     """Return True if the registry has the model; a timm name may end in a weights tag."""
     if registry == "torchvision":

@@ -12,7 +12,7 @@ from dcls_convert import (
     plan_conversion,
 )
 from dcls_convert.conversion.plan_network import adopted_plan
-from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.source import ModelSource, resolve_model
 
 from ..command_line import NET, net
 
@@ -24,9 +24,11 @@ def test_a_plan_from_memory_gets_the_factory_that_the_user_names():
     assert adopted == replace(plan, model=NET)
 
 
-def test_a_plan_is_refused_for_a_network_with_other_arguments():
-    model = torchvision.models.squeezenet1_1()
-    plan = plan_conversion(find_convs(model), dilated_size=5, model="torchvision:squeezenet1_1")
-    other = ModelSource(name="torchvision:squeezenet1_1", args={"num_classes": 5})
-    with pytest.raises(PlanError, match="the plan is for torchvision:squeezenet1_1, not for"):
-        adopted_plan(plan, model, other)
+def test_a_plan_holds_for_pretrained_weights_that_want_other_preprocessing():
+    model = torchvision.models.googlenet(init_weights=False, aux_logits=True)
+    plan = plan_conversion(find_convs(model), dilated_size=5, model="torchvision:googlenet")
+    pretrained = resolve_model("torchvision:googlenet", pretrained=True)
+    adopted = adopted_plan(plan, model, pretrained)
+    assert adopted == replace(plan, model_args={"transform_input": True})
+    with pytest.raises(PlanError, match="the plan is for torchvision:googlenet, not for"):
+        adopted_plan(plan, model, replace(pretrained, args={"num_classes": 5}))
