@@ -154,14 +154,6 @@ def with_larger_window(layer):
         return type(layer)(*channels, kernel_count=3, dilated_kernel_size=size, **settings)
 
 
-def with_fewer_elements(layer):
-    layer.weight = nn.Parameter(layer.weight[..., 1:].detach())
-    layer.kernel_count -= 1
-    if not layer.is_tied:
-        layer.positions = nn.Parameter(layer.positions[..., 1:].detach())
-    return layer
-
-
 class Doubled(dcls_convert.DclsConv2d):
     def forward(self, input):
         return 2 * super().forward(input)
@@ -208,13 +200,6 @@ def tie_to_another(model, names):
             layer.tie_(first)
 
 
-def swap(model, names):
-    first, *_, last = map(model.get_submodule, names)
-    if first.weight.shape == last.weight.shape:
-        model.set_submodule(names[0], last)
-        model.set_submodule(names[-1], first)
-
-
 def share_weights(model, names):
     first, second = map(model.get_submodule, names[:2])
     if first.weight.shape == second.weight.shape:
@@ -238,22 +223,17 @@ def train(layer):
 
 CHANGES = {
     "dilation": each(dilate),
-    "padding mode": set_all(padding_mode="replicate"),
     "a bias": each(with_bias),
     "masks": each(prune_half),
     "a parametrisation": each(halved),
     "copies": each(copy.deepcopy),
     "other ties": tie_to_another,
-    "swapped": swap,
     "shared weights": share_weights,
     "a forward of its class": each(with_forward_of_its_class),
     "one folded": one(lambda layer: layer.fuse()),
     "all folded": each(lambda layer: layer.fuse()),
     "a larger window": one(with_larger_window),
-    "fewer elements": each(with_fewer_elements),
-    "another interpolation": set_all(interpolation="triangle"),
     "one replaced": one(replaced),
-    "one left out": one(lambda _: nn.Identity()),
     "one wrapped": one(lambda layer: nn.Sequential(layer, nn.Tanh())),
     "one shared": share,
     "one more": append,
@@ -342,7 +322,7 @@ def test_changed_layers_load_with_equal_outputs_or_are_refused_with_a_cure_that_
     torch.testing.assert_close(outputs(loaded), outputs(saved))
 
 
-FOLDED = ("dilation", "masks", "one left out", "cut kernels")
+FOLDED = ("dilation", "masks", "cut kernels")
 CHANGES_OF_FOLDED = {**CHANGES, "cut kernels": each(cut)}
 
 
@@ -393,7 +373,7 @@ def test_positions_that_were_rounded_in_a_part_of_a_tie_group_are_said(tmp_path)
 
 # Changes that make another network, which can be converted.
 ANY_PADDING = rules_of({"match": {"kind": "depthwise"}, "padding": "any"})
-EARLY = ("dilation", "padding mode", "a bias", "one wrapped")
+EARLY = ("dilation", "a bias", "one wrapped")
 
 
 @pytest.mark.parametrize("change", EARLY)
@@ -435,11 +415,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("change", OTHERS)
-@pytest.mark.parametrize("tie", ["stage", "none"])
-def test_a_folder_does_not_load_into_a_network_that_shares_or_standardises(change, tie, tmp_path):
+def test_a_folder_does_not_load_into_a_network_that_shares_or_standardises(change, tmp_path):
     model = build("own")
-    options = {"init": "random", "input_size": (3, 64, 64), "tie": tie}
-    plan = convert_(model, dilated_size="+4", **options).plan
+    plan = convert_(model, dilated_size="+4", init="random", input_size=(3, 64, 64)).plan
     folder = save_converted(model, plan, tmp_path / "out", check=False)
     other = build("own")
     change(other)
