@@ -146,6 +146,8 @@ def _load_(
 ) -> None:
     """Place the plan's layers, and load a folder's weights.
 
+    timm adapts the weights of its models to the head and the first convolution.
+
     Args:
         model: The base model.
         plan: The folder's plan.
@@ -153,26 +155,12 @@ def _load_(
         cfg: timm's `pretrained_cfg` for the weights.
         in_chans: Number of input channels that the caller requested; None for the stored number.
     """
-    place_stored_plan_(model, _layers_of(model, plan))
-    if plan.source is not None and plan.source.prefix == "timm":
-        _load_by_timm_(model, cfg, weights, in_chans=in_chans)
-    else:
-        load_weights_(model, weights, WEIGHTS)
-
-
-def _load_by_timm_(
-    model: nn.Module,
-    cfg: dict[str, Any],
-    weights: Mapping[str, Tensor],
-    *,
-    in_chans: int | None,
-) -> None:
-    """Let timm load the weights and adapt them to the model's head and first convolution.
-
-    The arguments are those of `_load_`; the layers are placed.
-    """
     from timm.models import load_pretrained
 
+    place_stored_plan_(model, _layers_of(model, plan))
+    if plan.source is None or plan.source.prefix != "timm":
+        load_weights_(model, weights, WEIGHTS)
+        return
     state = _complete_state(weights, model)
     try:
         load_pretrained(

@@ -59,7 +59,7 @@ def read_weights(
     key: str | None = None,
     note: Note = ignore_messages,
 ) -> dict[str, Tensor]:
-    """Return the given state dict, or read it from a safetensors or torch file.
+    """Return the given state dict, or read it from a safetensors or torch file; detached.
 
     Training scripts may wrap state dicts in mappings: `choose_state_dict` says which is taken.
 
@@ -69,7 +69,8 @@ def read_weights(
         note: Called with a line that says which of the file's state dicts is taken.
 
     Raises:
-        CheckpointError: The file cannot be read, or there is no state dict in it.
+        CheckpointError: The file cannot be read, there is no state dict in it, or an entry of it
+            has no name or is not an ordinary dense tensor.
     """
     content: Any = weights
     where = "the state dict"
@@ -77,19 +78,8 @@ def read_weights(
         path = Path(weights)
         where = f"weights file {path}"
         content = _read_file(path)
-    elif key is None:
-        return checked_entries(weights, where)
-    return checked_entries(choose_state_dict(content, where, key=key, note=note), where)
-
-
-def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
-    """Return the entries of a state dict, detached.
-
-    Raises:
-        CheckpointError: A key is not a string, or a value is not an ordinary dense tensor.
-    """
     entries: dict[str, Tensor] = {}
-    for name, value in state.items():
+    for name, value in choose_state_dict(content, where, key=key, note=note).items():
         if not isinstance(name, str):
             # Its text is not shown: a small file can hold a tuple whose text would take gigabytes.
             raise CheckpointError(
