@@ -194,10 +194,6 @@ REFUSED = {
         lambda m, p: (m, replace(p, folded=True)),
         r"layer1\.0\.conv1: is of class DclsConv2d\. .*replace\(plan, folded=False\)",
     ),
-    "another window": (
-        lambda _, p: (converted(dilated_size=9)[0], p),
-        r"size is \(9, 9\), the plan has \(7, 7\)\. To save it, give the model's own plan",
-    ),
 }
 
 
