@@ -15,8 +15,7 @@ from .text import shortened
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # if installed from a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-# Usual suffixes of files of weights, for each format; a folder is searched in this order.
-WEIGHTS_SUFFIXES = ((".safetensors",), (".bin", ".ckpt", ".pt", ".pth", ".tar"))
+WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".tar")  # usual ones
 # Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 

@@ -16,12 +16,10 @@ from ..geometry import on_every_axis
 from ..layers.conv_classes import has_own_forward
 from ..layers.conv_settings import own_settings
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..layers.interpolation import POSITION_PARAMETERS
 from ..networks.wrappers import by_plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..text import short_list
-from ..weights.loading import describe_added_names
 
 # What a layer states besides its settings as a convolution.
 DCLS_ATTRIBUTES = ("dilated_kernel_size", "kernel_count", "dense_axes", "grow")
@@ -37,7 +35,7 @@ WITHOUT = (
 )
 OWN_PLAN = "give the model's own plan"
 FOLD_ALL = (
-    "fold all layers by fold_to_dense_(model), and give dataclasses.replace(plan, folded=True)"
+    "fold all layers by fold_to_dense_(model), and give dataclasses.replace(plan, folded=True); or "
 )
 
 
@@ -96,12 +94,17 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
     if set(names) != set(layer.names):
         yield f"one module is {short_list(names)}, in the plan {short_list(layer.names)}", UNDO
     expected: Any = _make_expected(layer)
-    class_name = type(module).__name__
-    if not isinstance(module, type(expected)):
-        yield f"is of class {class_name}", _cure_of_class(module, layer)
+    if type(module) is not type(expected):
+        cure = UNDO
+        if layer.folded and isinstance(module, DclsConvNd):
+            cure = "give dataclasses.replace(plan, folded=False)"
+        elif isinstance(module, DCLS_LAYERS[layer.dims].conv_class) and not layer.folded:
+            cure = FOLD_ALL + WITHOUT.format(layer.name)
+        yield f"is of class {type(module).__name__}", cure
     # accelerate sets a forward, too, which only moves tensors; its mark is `_hf_hook`.
     if has_own_forward(module) and not hasattr(module, "_hf_hook"):
         yield "has a forward of its own, set on this very object", UNDO
+    settings = own_settings(expected)
     if not layer.folded:
         yield from _tie_differences(modules, module, layer)
         for name in DCLS_ATTRIBUTES:
@@ -110,31 +113,22 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
             if found != planned:
                 text = f"{name} is {found!r}, the plan has {planned!r}"
                 yield text, f"{OWN_PLAN}; or {UNDO}"
-    settings = own_settings(expected)
-    if not layer.folded:
         settings = replace(settings, transform=layer.transform)
-    if not layer.stride:  # an older plan, which states none of these three
+    if not layer.stride:  # a plan of version 0.3.0, which states none of these three
         settings = replace(settings, stride=(), padding=(), padding_mode="")
     difference = own_settings(module).describe_difference(settings)
     if difference is not None:
         yield difference, UNDO
     yield from _tensor_differences(module, expected)
-    if type(module) is not type(expected) and layer.stride:
-        yield f"is of class {class_name}", UNDO
 
 
 def _make_expected(layer: LayerPlan) -> nn.Module:
     """Make the layer that a plan describes, on the meta device."""
-    dims = layer.dims
     settings = layer
     if not layer.stride:
-        settings = replace(
-            layer,
-            stride=on_every_axis(1, dims),
-            padding=on_every_axis(0, dims),
-            padding_mode="zeros",
-        )
-    expected = DCLS_LAYERS[dims].on_meta(
+        one = on_every_axis(1, layer.dims)
+        settings = replace(layer, stride=one, padding=one, padding_mode="zeros")
+    expected = DCLS_LAYERS[layer.dims].on_meta(
         settings,
         layer.kernel_count,
         layer.dilated_size,
@@ -147,54 +141,25 @@ def _make_expected(layer: LayerPlan) -> nn.Module:
     return expected.plain_conv_without_values() if layer.folded else expected
 
 
-def _cure_of_class(module: Any, layer: LayerPlan) -> str:
-    """Say what to do about a module of another class than a layer's plan has."""
-    if isinstance(module, DclsConvNd):
-        return "give dataclasses.replace(plan, folded=False)"
-    if not isinstance(module, DCLS_LAYERS[layer.dims].conv_class):
-        return UNDO
-    cells = tuple(module.weight.shape[2:])
-    if cells == layer.dilated_size and cells != layer.kernel_size:
-        return FOLD_ALL
-    return WITHOUT.format(layer.name)
-
-
 def _tie_differences(
     modules: Mapping[str, Any], module: Any, layer: LayerPlan
 ) -> Iterator[Difference]:
     """Yield whether a layer does not read its positions where the plan says."""
     owner = module.owner
-    planned = modules[layer.owner or layer.name]
-    if owner is planned:
+    if owner is modules[layer.owner or layer.name]:
         if owner.interpolation != module.interpolation:
             text = f"is {module.interpolation}, and {layer.owner} is {owner.interpolation}"
             yield text, "round all positions by dcls_convert.tuning.round_positions_(model)"
-        return
-    this = f"model.get_submodule({layer.name!r})"
-    if owner is module:
-        cure = f"give plan.untied({layer.name!r})"
-        if _have_equal_positions(module, planned):
-            cure = f"run {this}.tie_(model.get_submodule({layer.owner!r}))"
-        yield f"has positions of its own, in the plan those of {layer.owner}", cure
-    elif layer.owner is not None:
-        yield f"does not read its positions from {layer.owner}", UNDO
+    elif owner is module:
+        text = f"has positions of its own, in the plan those of {layer.owner}"
+        yield text, f"give plan.untied({layer.name!r})"
     elif owner in modules.values():
-        cure = f"run model.set_submodule({layer.name!r}, copy.deepcopy({this}))"
-        yield "reads positions of another layer, and has its own in the plan", cure
+        yield "reads positions of another layer than in the plan", UNDO
     else:
-        cure = "give copy.deepcopy(model)"
-        yield "reads positions of a layer that is no longer in the model", cure
-
-
-def _have_equal_positions(layer: DclsConvNd, other: DclsConvNd) -> bool:
-    """True if the positions (and sigmas) of two layers have equal values."""
-    if layer.interpolation != other.interpolation:
-        return False
-    for attribute in POSITION_PARAMETERS:
-        values = getattr(layer, attribute)
-        if values is not None and not torch.equal(values, getattr(other, attribute)):
-            return False
-    return True
+        yield (
+            "reads positions of a layer that is no longer in the model",
+            "give copy.deepcopy(model)",
+        )
 
 
 def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:
@@ -209,7 +174,7 @@ def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:
             planned.pop("sigma", None)
     added = shapes.keys() - planned.keys()
     if added:
-        yield f"has {short_list(sorted(added))}", describe_added_names(added) or UNDO
+        yield f"has {short_list(sorted(added))}", UNDO
     for name, shape in planned.items():
         if name not in shapes:
             yield f"has no {name}", UNDO

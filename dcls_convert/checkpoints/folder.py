@@ -41,7 +41,6 @@ class OpenedFolder:
     # What the model takes, from the plan; without one, from `pretrained_cfg`.
     inputs: InputSpec | None
     pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
-    stated_classes: dict[str, Any]  # each place in the config that states them, and its number
     provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
     is_ours: bool  # whether this package wrote the config, and no other program over it
 
@@ -143,7 +142,6 @@ def open_folder(folder: str | Path) -> OpenedFolder:
         stored_source=source,
         inputs=inputs,
         pretrained_cfg=pretrained_cfg,
-        stated_classes=_stated_classes(config),
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
@@ -185,14 +183,3 @@ def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in config:
             cfg[name] = config[name]
     return cfg
-
-
-def _stated_classes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of classes in each place of the config that states it."""
-    stated = {}
-    if "num_classes" in config:
-        stated["num_classes"] = config["num_classes"]
-    cfg = config.get("pretrained_cfg")
-    if isinstance(cfg, dict) and "num_classes" in cfg:
-        stated["pretrained_cfg.num_classes"] = cfg["num_classes"]
-    return stated

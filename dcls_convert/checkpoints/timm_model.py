@@ -63,12 +63,15 @@ def create_converted(
     source = _source(stored, kwargs, cfg, features_only=features_only)
     opened = None
     if pretrained:
-        is_overlaid = "num_classes" in (pretrained_cfg_overlay or {})
-        if pretrained_model_args is not None and not features_only and not is_overlaid:
-            _check_classes(source, pretrained_model_args, cfg)
         opened = open_folder(_weights_folder(cfg, cache_dir))
         weights = read_state(opened)
-        finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
+        # timm draws a random classifier if the model has another number of classes than this. So
+        # take the number with which the config builds the model, not one that was edited elsewhere.
+        classes = (pretrained_model_args or {}).get("num_classes", cfg["num_classes"])
+        weights_cfg = {**cfg, "num_classes": classes}
+        finish_ = partial(
+            _load_, plan=stored, weights=weights, cfg=weights_cfg, in_chans=kwargs.get("in_chans")
+        )
     else:
         finish_ = partial(_initialise_, plan=stored)
     if features_only and not stored.model_args.get("features_only"):
@@ -116,22 +119,6 @@ def _source(
     return ModelSource(name=plan.model, args=args)
 
 
-def _check_classes(
-    source: ModelSource, stored_args: Mapping[str, Any], cfg: Mapping[str, Any]
-) -> None:
-    """Refuse (CheckpointError) a config whose two numbers of classes differ.
-
-    timm would take it for the caller's request for another number, and make a random classifier.
-    """
-    stored = stored_args.get("num_classes")
-    is_stored = stored is not None and source.args.get("num_classes") == stored
-    if is_stored and stored != cfg["num_classes"]:
-        raise CheckpointError(
-            f"{CONFIG}: num_classes is {cfg['num_classes']!r} at the top or in pretrained_cfg, but "
-            f"{stored!r} in model_args; all must be the number of classes of the weights"
-        )
-
-
 def _layers_of(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan; for an extractor, without the layers after its last feature."""
     if not is_extractor(model):
@@ -155,58 +142,25 @@ def _load_(
     plan: ConversionPlan,
     weights: Mapping[str, Tensor],
     cfg: dict[str, Any],
-    kwargs: Mapping[str, Any],
+    in_chans: int | None,
 ) -> None:
     """Place the plan's layers, and load a folder's weights.
+
+    timm adapts the weights of its models to the head and the first convolution.
 
     Args:
         model: The base model.
         plan: The folder's plan.
         weights: The folder's tensors.
         cfg: timm's `pretrained_cfg` for the weights.
-        kwargs: The caller's arguments of the base model.
-    """
-    _place_(model, _layers_of(model, plan), kwargs)
-    if plan.source is not None and plan.source.prefix == "timm":
-        _load_by_timm_(model, cfg, weights, in_chans=kwargs.get("in_chans"))
-    else:
-        load_weights_(model, weights, WEIGHTS)
-
-
-def _place_(model: nn.Module, plan: ConversionPlan, kwargs: Mapping[str, Any]) -> None:
-    """Place the plan's layers; explain if the caller's arguments have changed the convolutions."""
-    try:
-        place_stored_plan_(model, plan)
-    except CheckpointError as error:
-        changed = []
-        for name, value in kwargs.items():
-            if value != plan.model_args.get(name):
-                changed.append(f"{name}={value!r}")
-        if not changed:
-            raise
-        raise CheckpointError(
-            f"{error}; if {' or '.join(changed)} causes this, convert the network with it: "
-            f"--model-kwargs {' '.join(changed)}"
-        ) from error
-
-
-def _load_by_timm_(
-    model: nn.Module,
-    cfg: dict[str, Any],
-    weights: Mapping[str, Tensor],
-    *,
-    in_chans: int | None,
-) -> None:
-    """Let timm load the weights and adapt them to the model's head and first convolution.
-
-    Args:
-        model: The model with its DCLS layers placed.
-        cfg: timm's `pretrained_cfg` for the weights.
-        weights: The folder's tensors.
         in_chans: Number of input channels that the caller requested; None for the stored number.
     """
     from timm.models import load_pretrained
 
+    place_stored_plan_(model, _layers_of(model, plan))
+    if plan.source is None or plan.source.prefix != "timm":
+        load_weights_(model, weights, WEIGHTS)
+        return
     state = _complete_state(weights, model)
     try:
         load_pretrained(

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -13,7 +12,6 @@ from .. import __version__
 from ..conversion.provenance import provenance_of
 from ..errors import CheckpointError
 from ..layers.position_parameters import clamp_positions_
-from ..layers.ties import is_sharded
 from ..networks.source import TIMM_ARCHITECTURE
 from ..networks.timm_notes import SOURCE_KEYS, config_of
 from ..networks.wrappers import by_plain_name
@@ -23,7 +21,6 @@ from ..records import write_json
 from ..reports.report import ConversionReport
 from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite, describe_unusual
-from ..weights.state_dict_choice import EXTRA_STATE
 from .card import loading_code, model_card
 from .fingerprint import Fingerprint
 from .folder import (
@@ -36,6 +33,11 @@ from .folder import (
     WEIGHTS,
 )
 from .stored_weights import Stamp, tensors_hash
+
+ORDINARY_TENSORS = (
+    "a folder holds ordinary dense tensors: save the model before it is sharded, quantised or "
+    "offloaded, and keep all else out of its state dict"
+)
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
@@ -57,7 +59,7 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in state.items():
         problem = describe_unusual(tensor)
         if problem is not None:
-            problem = f"{name} is {problem}; {_cure(name, tensor)}"
+            problem = f"{name} is {problem}; {ORDINARY_TENSORS}"
         else:
             is_parameter = isinstance(tensor, nn.Parameter)  # buffers may be attention masks
             problem = describe_non_finite(name, tensor.detach(), mask=not is_parameter)
@@ -65,21 +67,6 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(f"the model cannot be saved: {problem}")
     clamp_positions_(model)
     return state
-
-
-def _cure(name: str, value: object) -> str:
-    """Say what to do about an entry of a state dict that a folder cannot hold."""
-    if name.endswith(EXTRA_STATE):
-        return "keep what get_extra_state returns in buffers, or save it yourself"
-    if not isinstance(value, Tensor):
-        return "keep it out of the state dict; of a quantised module, save the one before"
-    if value.is_meta:
-        return "load its values first (accelerate: remove_hook_from_submodules(model))"
-    if is_sharded(value):
-        return "gather it (torch's get_model_state_dict), and save a model that is not sharded"
-    if value.layout != torch.strided:
-        return "store it dense, or make it in __init__ by register_buffer(..., persistent=False)"
-    return "save the model before it is quantised, and quantise what load_converted returns"
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], fingerprint: Fingerprint) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..file_checks import builtin_rules, check_folder, check_images
+from ..file_checks import builtin_rules, check_file, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -25,7 +25,6 @@ from ..options import (
     Scope,
     Tie,
 )
-from ..weights.find_file import find_weights_file
 from .parsing import (
     parse_added_percent,
     parse_budget,
@@ -106,9 +105,8 @@ WeightsFile = Annotated[
     model_option(
         "--checkpoint",
         metavar="FILE",
-        help="Start from a safetensors or torch file (also of the DCLS authors), "
-        "an index of shards, or the weights in a folder.",
-        callback=_checked(find_weights_file),
+        help="Start from a safetensors or torch file (also of the DCLS authors).",
+        callback=_checked(check_file),
     ),
 ]
 CheckpointKey = Annotated[

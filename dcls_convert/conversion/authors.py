@@ -148,47 +148,34 @@ def translated_elements(
     structure: nn.Module,
     version: AuthorsVersion | None,
 ) -> dict[str, Tensor] | None:
-    """Return what `translate_authors_elements` does; None if the weights have no elements.
+    """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
+
+    The result is None if the weights have no elements.
 
     Raises:
-        CheckpointError: The elements do not fit, or a convolution would transform them.
+        CheckpointError: The elements do not fit the plan's layers, are of another version, or would
+            be transformed by a convolution.
     """
     if weights is None or not weights.elements:
         return None
-    elements = translate_authors_elements(weights, draft, version)
-    for layer in draft.layers:
-        conv = structure.get_submodule(layer.name)
-        traits = find_traits(conv) or PLAIN
-        if traits.transform_weight:
-            raise CheckpointError(
-                f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
-                "which would transform the file's elements"
-            )
-    return elements
-
-
-def translate_authors_elements(
-    weights: RequestWeights, plan: DraftPlan, version: AuthorsVersion | None = None
-) -> dict[str, Tensor]:
-    """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
-
-    Raises:
-        CheckpointError: The elements do not fit the plan's layers, or are of another version.
-    """
     where = weights.where
     if version is not None and _have_sigma(weights):
         raise CheckpointError(
             f"{where}: has {_SIGMA} entries, so it is of version max or gauss "
             f"(interpolation triangle or gaussian); version {version} is for files without {_SIGMA}"
         )
-    translated: dict[str, dict[str, Tensor]] = {}
-    for layer in plan.layers:
-        theirs = _find_elements(layer, weights)
-        translated[layer.name] = _translate(layer, theirs, version or RELEASED_VERSION)
-    _check_windows(plan, translated, where)
     state: dict[str, Tensor] = {}
-    for layer in plan.layers:
-        for parameter, tensor in translated[layer.name].items():
+    for layer in draft.layers:
+        conv = structure.get_submodule(layer.name)
+        if (find_traits(conv) or PLAIN).transform_weight:
+            raise CheckpointError(
+                f"{where}: {layer.name} is a {type(conv).__name__}, "
+                "which would transform the file's elements"
+            )
+        theirs = _find_elements(layer, weights)
+        ours = _translate(layer, theirs, version or RELEASED_VERSION)
+        _check_inside(layer, ours["positions"], where)
+        for parameter, tensor in ours.items():
             owner = layer.name
             if parameter != "weight":
                 owner = layer.owner or layer.name
@@ -203,11 +190,7 @@ def translate_authors_elements(
 
 
 def _find_elements(layer: LayerPlan, weights: RequestWeights) -> Mapping[str, Tensor]:
-    """Return the layer's entries.
-
-    Raises:
-        CheckpointError: They are of another interpolation or shape, or not finite.
-    """
+    """Return the layer's entries; refuse those of another interpolation or shape."""
     name = next((name for name in layer.names if name in weights.elements), None)
     if name is None:
         raise CheckpointError(
@@ -282,23 +265,14 @@ def _translate(
     return ours
 
 
-def _check_windows(
-    plan: DraftPlan, translated: Mapping[str, Mapping[str, Tensor]], where: str
-) -> None:
-    """Refuse positions outside their window; the message is about those farthest outside."""
-    worst_excess = 0.0
-    message = ""
-    for layer in plan.layers:
-        positions = translated[layer.name]["positions"]
-        for axis, side in enumerate(layer.dilated_size):
-            low, high = position_limits(side)
-            excess = max(low - positions[axis].min().item(), positions[axis].max().item() - high)
-            if excess > worst_excess:
-                worst_excess = excess
-                message = (
-                    f"{where}: {layer.name} has elements {excess:g} cells outside of its window "
-                    f"{size_text(layer.dilated_size)}; use the window of its training, which has "
-                    f"at least {side + 2 * math.ceil(excess)} cells along axis {axis}"
-                )
-    if message:
-        raise CheckpointError(message)
+def _check_inside(layer: LayerPlan, positions: Tensor, where: str) -> None:
+    """Refuse positions (A, O, I, E) outside of the layer's window."""
+    for axis, side in enumerate(layer.dilated_size):
+        low, high = position_limits(side)
+        excess = max(low - positions[axis].min().item(), positions[axis].max().item() - high)
+        if excess > 0:
+            raise CheckpointError(
+                f"{where}: {layer.name} has elements {excess:g} cells outside of its window "
+                f"{size_text(layer.dilated_size)}; use the window of its training, which has "
+                f"at least {side + 2 * math.ceil(excess)} cells along axis {axis}"
+            )

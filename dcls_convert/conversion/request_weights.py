@@ -1,6 +1,6 @@
 """Read the weights that a request states, and name them as in its network."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -37,24 +37,18 @@ def read_request_weights(
     new_classifier: list[str] = []
     if request.num_classes is not None:
         new_classifier = differing_classifier(structure, entries)
-        _note_new_classifier(structure, new_classifier, note)
+        own_names = structure.state_dict().keys()
+        new = [name for name in new_classifier if name in own_names]
+        if new:
+            note(
+                f"no weights fit the classifier, which starts from random values: {short_list(new)}"
+            )
     for name in new_classifier:
         entries.pop(name, None)
     elements, others = split_authors_elements(entries)
     return RequestWeights(
         where=where, elements=elements, entries=others, new_classifier=new_classifier
     )
-
-
-def _note_new_classifier(structure: nn.Module, names: Collection[str], note: Note) -> None:
-    """Note which of a classifier's tensors are new, and which in the file are unused."""
-    own_names = structure.state_dict().keys()
-    new = [name for name in names if name in own_names]
-    unused = [name for name in names if name not in own_names]
-    if new:
-        note(f"no weights fit the classifier, which starts from random values: {short_list(new)}")
-    if unused:
-        note(f"the classifier in the weights is left out: {short_list(unused)}")
 
 
 def classes_of_weights(

@@ -184,7 +184,7 @@ def _explain_wrong_model(name: str) -> None:
             "and fold take it, dcls_convert.load_converted loads it, and convert gives it a larger "
             f"window if it is not folded; a folder in timm's own format is local-dir:{name}"
         )
-    if any(path.suffix in suffixes for suffixes in WEIGHTS_SUFFIXES):
+    if path.suffix in WEIGHTS_SUFFIXES:
         raise ModelError(f"{name}: is a weights file; name its model, and add --checkpoint {name}")
     if PATH_START.match(name):
         raise ModelError(f"{name}: is a path; a folder in timm's format is local-dir:{name}")

@@ -1,7 +1,6 @@
 """Load weights into a network; those that do not fit, or are not finite, are refused."""
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,19 +17,6 @@ from ..text import short_list
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 CONVERTED_ENTRY = ".positions"  # how names of DCLS layers end
-# Two names that other programs add to a module together, and what removes them. The group is the
-# name of a parameter.
-REMEDIES = (
-    (r"(\w+)_mask", "{}_orig", "torch.nn.utils.prune.remove(module, '{}')"),
-    (r"(\w+)_u", "{}_orig", "torch.nn.utils.remove_spectral_norm(module, '{}')"),
-    (r"(\w+)_g", "{}_v", "torch.nn.utils.remove_weight_norm(module, '{}')"),
-    (
-        r"parametrizations\.(\w+)\.original(?:0|)",
-        "parametrizations.{}.original",
-        "torch.nn.utils.parametrize.remove_parametrizations(module, '{}')",
-    ),
-    (r"(total)_ops", "{}_params", "del module.total_ops, module.total_params"),
-)
 
 
 def load_weights_(
@@ -216,7 +202,7 @@ def _problems(
 
 
 def _describe_names(missing: list[str], unexpected: list[str]) -> str:
-    """Say which names differ, and what to do where that is known."""
+    """Say which names differ, and what to do if the weights are of a converted model."""
     parts = []
     if missing:
         parts.append(f"missing: {short_list(missing)}")
@@ -227,31 +213,7 @@ def _describe_names(missing: list[str], unexpected: list[str]) -> str:
             "these weights are of a converted model: load them into the model that load_converted "
             "or timm makes from its folder, and call save_converted"
         )
-    added = describe_added_names(unexpected)
-    if added is not None:
-        parts.append(added)
     return f"does not fit the model; {'; '.join(parts)}"
-
-
-def describe_added_names(names: Collection[str]) -> str | None:
-    """Say what removes the first of these names that are known; None if there are none.
-
-    Args:
-        names: Of tensors that a network should not have, with or without their modules.
-    """
-    for pattern, other, remedy in REMEDIES:
-        for name in names:
-            match = re.fullmatch(rf"(?P<module>|.*\.){pattern}", name)
-            if match is None:
-                continue
-            module = match["module"]
-            parameter = match[2]
-            if any(one.startswith(module + other.format(parameter)) for one in names):
-                return (
-                    f"run {remedy.format(parameter)} for each module that has "
-                    f"{name.removeprefix(module)}, then save"
-                )
-    return None
 
 
 def describe_unusual(value: object) -> str | None:

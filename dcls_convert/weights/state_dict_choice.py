@@ -30,7 +30,6 @@ STATE_DICT_KEYS = (
     "student",
 )
 MAX_NESTING = 3  # levels of mappings to open; bounded because a mapping can hold itself
-EXTRA_STATE = "_extra_state"  # how names of what `Module.get_extra_state` returns end
 
 
 def choose_state_dict(
@@ -42,8 +41,8 @@ def choose_state_dict(
         content: What the file holds.
         where: Its name in messages.
         key: Says which state dict: keys of mappings, then a prefix of names, all joined by dots.
-            None for the first under the usual keys, or the only one under another key.
-        note: Called with a line that says which one is taken, if the file holds more.
+            None for the first under the usual keys.
+        note: Called with a line that says which one is taken, if it is inside a mapping.
 
     Raises:
         CheckpointError: There is none, or nothing says which.
@@ -51,82 +50,61 @@ def choose_state_dict(
     if key is not None:
         content = _under_stated_key(content, where, key)
         where = f"{where}, {shortened(key)}"
-    keys = _keys_of_state_dict(content)
-    entries = _named_entries(content)
-    if keys is None:
-        what = short_list(entries, 8) if entries else f"a {type(content).__name__}"
+    found = _find_state_dict(content)
+    if found is None:
+        names = _names_in(content)
+        what = short_list(names, 8) if names else f"a {type(content).__name__}"
         raise CheckpointError(
             f"{where}: holds {what}, not a state dict (names to tensors); "
             "a checkpoint key can name one that is inside"
         )
+    keys, state = found
     if keys:
         others: list[str] = []
-        for other, value in entries.items():
-            if other != keys[0] and _keys_of_state_dict(value) is not None:
+        for other in _names_in(content):
+            if other != keys[0] and _find_state_dict(content[other]) is not None:
                 others.append(other)
         text = f"{where}: takes the weights under {' / '.join(keys)}"
         if others:
             text += f", not {short_list(others)}; a checkpoint key chooses"
         note(text)
-    state: Mapping[Any, Any] = _at(content, keys)
     return state
 
 
-def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
-    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
-    entries = _named_entries(content)
-    if not entries or depth > MAX_NESTING:
+def _find_state_dict(content: Any, depth: int = 0) -> tuple[list[str], Mapping[Any, Any]] | None:
+    """Return the state dict in nested mappings, and the keys that lead to it; None if none does."""
+    if not isinstance(content, Mapping) or depth > MAX_NESTING:
         return None
     for key in STATE_DICT_KEYS:
-        inner_keys = _keys_of_state_dict(entries.get(key), depth + 1)
-        if inner_keys is not None:
-            return [key, *inner_keys]
-    tensors = sum(isinstance(value, Tensor) for value in entries.values())
-    others: list[str] = []
-    for key, value in entries.items():
-        inner = _named_entries(value)
-        # Beside more tensors, it is not the network's: a mean and a std, for example.
-        if len(inner) > tensors and all(isinstance(entry, Tensor) for entry in inner.values()):
-            others.append(key)
-    if len(others) == 1:
-        return others
-    if tensors:
-        return []
+        inner = _find_state_dict(content.get(key), depth + 1)
+        if inner is not None:
+            return [key, *inner[0]], inner[1]
+    if any(isinstance(value, Tensor) for value in content.values()):
+        return [], content
     return None
 
 
-def _named_entries(content: Any) -> dict[str, Any]:
-    """Return the entries of a mapping that have names; nothing for anything else.
-
-    The extra state of a module is left out: it may be a dict of tensors, but it is no state dict.
-    """
-    entries: dict[str, Any] = {}
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            if isinstance(key, str) and not key.endswith(EXTRA_STATE):
-                entries[key] = value
-    return entries
-
-
-def _at(content: Any, keys: list[str]) -> Any:
-    for key in keys:
-        content = content[key]
-    return content
+def _names_in(content: Any) -> list[str]:
+    """Return the keys of a mapping that are names; nothing for anything else."""
+    if not isinstance(content, Mapping):
+        return []
+    return [key for key in content if isinstance(key, str)]
 
 
 def _under_stated_key(content: Any, where: str, key: str) -> Any:
     """Return what lies under the stated key in the content, or in the state dict chosen from it."""
     path = key.rstrip(".")
-    weights = _at(content, _keys_of_state_dict(content) or [])
-    in_parallel = f"module.{path}"  # names of DataParallel
-    for found in (_follow(content, path), _follow(weights, path), _follow(weights, in_parallel)):
-        if found is not None:
-            return found
-    beginnings = dict.fromkeys(name.split(".")[0] for name in _named_entries(content))
-    raise CheckpointError(
-        f"{where}: has nothing under the checkpoint key {shortened(key)!r}; "
-        f"it has {short_list(beginnings, 8)}"
-    )
+    under = _follow(content, path)
+    if under is None:
+        chosen = _find_state_dict(content)
+        under = None if chosen is None else _follow(chosen[1], path)
+    if under is None:
+        beginnings = dict.fromkeys(name.split(".")[0] for name in _names_in(content))
+        raise CheckpointError(
+            f"{where}: has nothing under the checkpoint key {shortened(key)!r}; "
+            f"it has {short_list(beginnings, 8)}"
+        )
+    return under
 
 
 def _follow(content: Any, path: str) -> Any:
@@ -136,10 +114,10 @@ def _follow(content: Any, path: str) -> Any:
     if path in content:
         return content[path]
     first, _, rest = path.partition(".")
-    if rest and first in content:
+    if first in content:
         return _follow(content[first], rest)
     entries: dict[str, Any] = {}
-    for name, value in content.items():
-        if isinstance(name, str) and name.startswith(f"{path}."):
-            entries[name.removeprefix(f"{path}.")] = value
+    for name in _names_in(content):
+        if name.startswith(f"{path}."):
+            entries[name.removeprefix(f"{path}.")] = content[name]
     return entries or None

@@ -1,7 +1,6 @@
 """Translate the names of weights in files and from trainers into the network's own."""
 
 import contextlib
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..networks.wrappers import WRAPPER_NAMES
+from ..networks.wrappers import by_plain_name
 from ..progress import Note, ignore_messages
 from ..text import short_list
 from .loading import classifier_prefixes
 
 MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
-# Fewer names than this share of the model's do not show that a prefix, or a file, is the model's.
-MIN_SHARE = 0.5
-# The names of wrappers, and that of DataParallel around a part of the network.
-WRAPPER_NAMES_AND_MODULE = re.compile(rf"{WRAPPER_NAMES.pattern}|(?<=\.)module\.")
+MIN_SHARE = 0.5  # of the model's names: a prefix of fewer is not the model's
 
 
 def rename_to_model(
@@ -36,13 +32,13 @@ def rename_to_model(
     tensors, such as "module." from DistributedDataParallel or "model." from Lightning.
     Original names of weights that timm downloads are translated by timm's function for the model.
     Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not use it,
-    so 0 is filled in. Tensors outside the model are left out: a loss, a queue, an auxiliary head.
+    so 0 is filled in.
 
     Args:
         model: Its state dict has the names wanted.
         state: Weights under any names, which stay as they are if nothing fits better.
         where: What messages call the state dict.
-        note: Called with a line about each thing that is removed.
+        note: Called with a line about a prefix that is removed.
 
     Raises:
         CheckpointError: Several prefixes fit equally well.
@@ -50,32 +46,11 @@ def rename_to_model(
     own_names = model.state_dict().keys()
     if own_names == state.keys():
         return dict(state)
-    state = _without_wrapper_names(state, own_names, where, note)
-    renamed = _without_prefix(model, state, own_names, where, note)
+    renamed = _without_prefix(model, by_plain_name(state.items()), own_names, where, note)
     for name in own_names - renamed.keys():
         layer, _, entry = name.rpartition(".")
         if entry == "num_batches_tracked" and f"{layer}.running_mean" in renamed:
             renamed[name] = torch.tensor(0)
-    return _without_outsiders(model, renamed, own_names, where, note)
-
-
-def _without_wrapper_names(
-    state: Mapping[str, Tensor], own_names: AbstractSet[str], where: str, note: Note
-) -> Mapping[str, Tensor]:
-    pattern = WRAPPER_NAMES_AND_MODULE
-    if any("module" in name.split(".") for name in own_names):
-        pattern = WRAPPER_NAMES
-    renamed: dict[str, Tensor] = {}
-    removed: dict[str, None] = {}
-    for name, tensor in state.items():
-        new_name = name
-        if name not in own_names:
-            removed.update(dict.fromkeys(match[0] for match in pattern.finditer(name)))
-            new_name = pattern.sub("", name)
-        renamed[new_name] = tensor
-    if not removed or len(renamed) < len(state):
-        return state
-    note(f"{where}: removes {short_list(removed)} from its names")
     return renamed
 
 
@@ -140,27 +115,3 @@ def _translated_by_timm(
         if fits_better and not any(tensor.is_meta for tensor in translated.values()):
             return translated
     return state
-
-
-def _without_outsiders(
-    model: nn.Module,
-    state: dict[str, Tensor],
-    own_names: AbstractSet[str],
-    where: str,
-    note: Note,
-) -> dict[str, Tensor]:
-    """Leave out tensors whose names begin with no module or tensor of the model, and say so."""
-    if len(own_names & state.keys()) <= MIN_SHARE * len(own_names):
-        return state  # of another model; loading says so
-    inside = {name for name, _ in model.named_children()}
-    inside.update(name.partition(".")[0] for name in own_names)
-    kept: dict[str, Tensor] = {}
-    outside: list[str] = []
-    for name, tensor in state.items():
-        if name.partition(".")[0] in inside:
-            kept[name] = tensor
-        else:
-            outside.append(name)
-    if outside:
-        note(f"{where}: ignored, because the model has no such parts: {short_list(outside)}")
-    return kept

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from dcls_convert import load_converted, save_converted
-from dcls_convert.errors import DclsConvertError
 
 from ..conftest import TINY
 from .folders import convert, outputs, same_states, save
@@ -59,8 +58,3 @@ def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name):
     assert [one.shape for one in maps] == [one.shape for one in outputs(dense)]
     x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(maps[-1], model.forward_intermediates(x, intermediates_only=True)[-1])
-
-
-def test_an_output_stride_for_a_folder_is_refused_with_the_way(folder):
-    with pytest.raises(DclsConvertError, match=r"convert .* --model-kwargs output_stride=16"):
-        timm.create_model(f"local-dir:{folder}", pretrained=True, output_stride=16)

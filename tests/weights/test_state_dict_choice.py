@@ -16,8 +16,8 @@ Q_AND_K = {"q.conv.weight": torch.ones(2), "k.conv.weight": torch.zeros(2)}
     ("content", "key"),
     [
         ({"model": OTHER, "ema": {"module": CHOSEN}}, "ema.module"),
-        ({"nested": {"deep": {"trunk": CHOSEN}, "epoch": 3}}, "nested.deep"),
-        ({"state_dict": {f"module.{name}": Q_AND_K[name] for name in Q_AND_K}}, "module.q."),
+        ({"nested": {"deep": {"trunk": CHOSEN}, "epoch": 3}}, "nested.deep.trunk"),
+        ({"state_dict": Q_AND_K}, "q."),
         ({"state_dict": Q_AND_K}, "state_dict.q"),
     ],
 )
