@@ -11,7 +11,7 @@ from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, parameter_count
 from ..networks.source import ModelSource
-from ..networks.timm_notes import stated_args
+from ..networks.timm_notes import config_of, stated_args
 from ..networks.wrappers import by_plain_name
 from ..planning.plan import ConversionPlan
 from ..reports.report import predict_report
@@ -23,9 +23,9 @@ def with_current_args(
 ) -> ConversionPlan:
     """Return the plan with the arguments that build the network as it is now.
 
-    Classes, input channels and pooling change with timm's `reset_classifier` and with
-    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`; classes also with a new
-    layer in the place of the classifier.
+    Classes, input channels and pooling change with timm's `reset_classifier`, with
+    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, and with a new layer in the
+    place of the classifier or of the first convolution.
     """
     source = plan.source
     if source is None or not source.is_from_registry:
@@ -34,6 +34,9 @@ def with_current_args(
     args = dict(plan.model_args)
     if source.prefix == "timm":
         args |= _changed_args(network, model)
+        channels = _differing_channels(network, state)
+        if channels is not None:
+            args["in_chans"] = channels
     classes = differing_num_classes(network, state)
     if classes is not None:
         args["num_classes"] = classes
@@ -54,6 +57,15 @@ def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
         if own.get(name) != value:
             changed[name] = value
     return changed
+
+
+def _differing_channels(network: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """Return the input channels of a first convolution that differs from that of timm's network."""
+    first = f"{(config_of(network) or {}).get('first_conv')}.weight"
+    own = network.state_dict()
+    if first not in own or first not in state or own[first].shape == state[first].shape:
+        return None
+    return state[first].shape[1]
 
 
 def with_current_interpolations(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
@@ -78,6 +90,24 @@ def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan
         return planned
     convs = find_convs_for(build_model(source, device="meta"), planned.inputs)
     return replace(planned, params=convs.params, macs=convs.macs, macs_note=convs.macs_note)
+
+
+def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan with the names that the layers have in timm's feature extractor.
+
+    An extractor has the network's layers in the same order, up to the last feature. For any other
+    model, return the plan itself.
+    """
+    if plan.model_args.get("features_only") or not stated_args(model).get("features_only"):
+        return plan
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DclsConvNd):
+            names.setdefault(module, []).append(name)
+    layers = []
+    for layer, own_names in zip(plan.layers, names.values(), strict=False):
+        layers.append(replace(layer, names=tuple(own_names)))
+    return plan.with_layers(layers)
 
 
 def plan_without_source(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:

@@ -18,6 +18,7 @@ from ..reports.report import ConversionReport
 from .check_layers import check_layers, describe_hooks
 from .compare import Comparison, compare_with_folder
 from .current_plan import (
+    plan_for_features,
     plan_for_source,
     plan_without_source,
     with_current_args,
@@ -158,7 +159,7 @@ def _as_it_is(
     if isinstance(plan, str | Path):
         plan = open_folder(plan).plan
     check_argument("plan", plan, ConversionPlan)
-    plan = with_current_interpolations(plan, model)
+    plan = with_current_interpolations(plan_for_features(model, plan), model)
     check_layers(model, plan)
     if source is not None:
         plan = plan_for_source(resolve_model(source), plan)

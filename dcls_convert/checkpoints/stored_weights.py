@@ -13,8 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..networks.source import TIMM_ARCHITECTURE
-from ..records import STRICT, Record, read_json
+from ..records import STRICT, Record
 from ..text import shortened
 from ..weights.files import load_safetensors, open_safetensors, read_weights
 from .fingerprint import Fingerprint
@@ -24,7 +23,9 @@ from .folder import (
     METADATA_KEY,
     PICTURE,
     TORCH_WEIGHTS,
+    WEIGHTS,
     OpenedFolder,
+    open_folder,
 )
 
 STAMP_FORMAT = 2
@@ -119,11 +120,16 @@ def why_not_our_folder(path: Path) -> str | None:
         is_known = entry.name in (*FILES, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
             return f"holds {shortened(entry.name)!r}, which dcls-convert does not write"
-    if not entries:
+    if not entries or _was_written_by_dcls_convert(path):
         return None
-    with contextlib.suppress(CheckpointError):
-        config = read_json(path / CONFIG, "")
-        # timm's savers, which may have written it since, keep the architecture alone.
-        if METADATA_KEY in config or config.get("architecture") == TIMM_ARCHITECTURE:
-            return None
     return "was not written by dcls-convert"
+
+
+def _was_written_by_dcls_convert(folder: Path) -> bool:
+    """True if the weights or the config say so; one of the two may be damaged."""
+    with contextlib.suppress(CheckpointError):
+        if read_stamp(folder / WEIGHTS) is not None:
+            return True
+    with contextlib.suppress(CheckpointError):
+        return open_folder(folder).stored_plan is not None
+    return False

@@ -123,6 +123,18 @@ def test_another_number_of_classes_is_found_even_without_a_check(tmp_path, class
     assert load_converted(folder).num_classes == classes
 
 
+def test_a_new_first_convolution_is_found_and_timm_loads_the_folder(tmp_path):
+    model, plan = converted()
+    old = model.conv1[0]
+    model.conv1[0] = nn.Conv2d(
+        1, old.out_channels, old.kernel_size, old.stride, old.padding, bias=False
+    )
+    folder = save_converted(model, plan, tmp_path / "out")
+    assert open_folder(folder).plan.input_size == (1, 64, 64)
+    for loaded in (load_converted(folder), by_timm(folder)):
+        assert torch.equal(outputs(loaded, channels=1), outputs(model, channels=1))
+
+
 def test_training_and_layers_that_change_no_output_leave_the_model_what_it_is(tmp_path):
     model, plan = converted()
     model.train()(torch.randn(2, 3, 32, 32)).sum().backward()
@@ -204,3 +216,22 @@ def test_layers_that_are_not_the_plans_are_refused_with_the_way_out(tmp_path, ki
     with pytest.raises(DclsConvertError, match=message):
         save_converted(model, plan, tmp_path / "out", check=False)
     assert list(tmp_path.iterdir()) == []
+
+
+# ConvNeXt's extractor has other names; EfficientNet is its own.
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet"])
+def test_a_feature_extractor_of_a_folder_is_saved_and_loaded_as_one(tmp_path, name):
+    model = timm.create_model(name)
+    plan = convert_(model, init="random", dilated_size="+4").plan
+    folder = save_converted(model, plan, tmp_path / "out")
+    features = by_timm(folder, features_only=True, out_indices=(0, 2), in_chans=1)
+    with torch.no_grad():
+        for parameter in features.parameters():
+            parameter.mul_(0.9)
+    tuned = save_converted(features, folder, tmp_path / "tuned")  # a warning would be an error
+    again = save_converted(features, tuned, tmp_path / "again")
+    expected = outputs(features, channels=1)
+    assert len(expected) == 2
+    for loaded in (load_converted(again), by_timm(tuned)):
+        for new, old in zip(outputs(loaded, channels=1), expected, strict=True):
+            assert torch.equal(new, old)
