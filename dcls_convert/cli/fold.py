@@ -82,10 +82,13 @@ def _lines(report: "ExportReport", format: Format) -> list[str]:
         change = f" → {report.params_after:,}, {reason}"
     layers = f"{count_text(report.layers, 'layer')} of {report.checkpoint}"
     error = f"{report.relative_error:.1e}"
+    files = report.output
+    if report.data_file is not None:
+        files += f" and {report.data_file}, which must stay beside it"
     return [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
         f"Outputs match those before folding (relative error {error}).",
-        f"Wrote {report.output}: {_description(report, format)}.",
+        f"Wrote {files}: {_description(report, format)}.",
         "",
         *textwrap.indent(report.loading, "    ").splitlines(),
     ]

@@ -33,6 +33,7 @@ class ExportReport(Record):
     format: int = 1  # of this record
     checkpoint: str  # the folder
     output: str
+    data_file: str | None = None  # with the weights, if they do not fit into an ONNX file
     kind: OutputFormat
     relative_error: float  # of the outputs; the larger of the errors of folding and of the format
     loading: str  # lines of Python that load the output

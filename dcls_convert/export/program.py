@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import DclsConvertError, ModelError
-from ..output import new_output, why_not_a_file
+from ..output import check_output_path, new_output, why_not_a_file
 from ..running.compare_outputs import check_close, tensors_in
 from ..running.input_spec import have_batch_axis
 from ..running.process_settings import suppress_output
@@ -32,6 +32,8 @@ from .formats import OutputFormat
 ONNX_BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
 # Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
+DATA_SUFFIX = ".data"  # of the second file, which torch names after the first
+MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; ONNX files are protobufs, limited to 2 GiB
 LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
@@ -52,9 +54,14 @@ def write_pt2(folded: FoldedModel) -> ExportReport:
 
 
 def write_onnx(folded: FoldedModel) -> ExportReport:
-    """Write the ONNX file; beside it, torch writes weights above 1.5 GB into a file `.data`."""
+    """Write the ONNX file, and a second file with the weights if they do not fit into one."""
     # onnxruntime reads the variable when it is imported.
     os.environ.setdefault(NO_TELEMETRY, "1")
+    size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
+    data = None
+    if size > MAX_IN_ONE_FILE:
+        data = folded.output.with_name(f"{folded.output.name}{DATA_SUFFIX}")
+        check_output_path(data, force=folded.force, why_keep=why_not_a_file)
 
     def write(program: ExportedProgram, path: Path) -> LoadedFile:
         names = list(map(str, program.graph_signature.user_inputs))
@@ -67,12 +74,12 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
             output_names=list(_output_names(folded.outputs)),
             dynamo=True,
             dynamic_shapes=[{0: "batch"}] * len(names) if program.range_constraints else None,
-            external_data=False,  # if they fit
+            external_data=data is not None,
             verbose=False,
         )
         return _load_onnx(path)
 
-    return _write_file(folded, "onnx", write, ONNX_BOUND, LOAD_ONNX)
+    return _write_file(folded, "onnx", write, ONNX_BOUND, LOAD_ONNX, data)
 
 
 def _load_onnx(path: Path) -> LoadedFile:
@@ -110,6 +117,7 @@ def _write_file(
     write: Callable[[ExportedProgram, Path], LoadedFile],
     bound: float,
     loading: str,
+    data: Path | None = None,
 ) -> ExportReport:
     """Export the model, and keep the file if its outputs are within the bound.
 
@@ -119,6 +127,7 @@ def _write_file(
         write: Writes the program to a path, and loads it again.
         bound: Largest allowed relative error of the file's outputs.
         loading: As in `FoldedModel.report`.
+        data: The second file, if `write` writes one.
 
     Raises:
         DclsConvertError: The export fails, or the outputs differ too much.
@@ -140,7 +149,8 @@ def _write_file(
         difference = check_close(
             tensors_in(expected), tensors_in(outputs), bound=bound, what=subject
         )
-        return folded.report(output_format, difference, loading, batch=batch)
+        data_file = None if data is None else str(data)
+        return folded.report(output_format, difference, loading, batch=batch, data_file=data_file)
 
 
 def _export(folded: FoldedModel) -> tuple[ExportedProgram, int | None]:

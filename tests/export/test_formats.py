@@ -26,7 +26,7 @@ from dcls_convert.export.formats import FORMATS, Format, FormatName
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
-from .running import FLOAT32_ERROR, error_of, images
+from .running import FLOAT32_ERROR, error_of, images, run_onnx
 
 FILE_FORMATS = ["onnx", "pt2"]
 
@@ -78,12 +78,21 @@ def test_a_file_has_outputs_of_any_structure_and_no_paths_of_this_machine(checkp
 
 
 @pytest.mark.slow
-def test_weights_too_large_for_one_file_are_beside_it(tmp_path, monkeypatch, checkpoints):
-    limit = "torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD"
-    monkeypatch.setattr(limit, 0)
+def test_weights_too_large_for_one_file_go_into_a_second(tmp_path, monkeypatch, checkpoints):
+    monkeypatch.setattr(dcls_convert.export.program, "MAX_IN_ONE_FILE", 0)
     written = fold_folder(checkpoints / "Plain", "onnx", tmp_path / "x.onnx", trust_code=True)
     assert {path.name for path in tmp_path.iterdir()} == {"x.onnx", "x.onnx.data"}
     assert error_of(checkpoints / "Plain", written, images(2)) < FLOAT32_ERROR
+    (tmp_path / "x.onnx").unlink()
+    (tmp_path / "x.onnx.data").write_text("of another model")
+    fold = ["fold", checkpoints / "Plain", "--trust-code", "--format", "onnx", "-o", "x.onnx"]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.export, "export", lambda *_, **__: pytest.fail("must not run"))
+        assert "x.onnx.data already exists" in run(*fold, code=2)[1]
+    assert "Wrote x.onnx and x.onnx.data, which must stay beside it: " in run(*fold, "--force")[0]
+    report = json.loads(run(*fold, "--force", "--json")[0])
+    assert (report["output"], report["data_file"]) == ("x.onnx", "x.onnx.data")
+    run_onnx("x.onnx", images(2), None)
 
 
 # --- Failures
