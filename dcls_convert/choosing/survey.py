@@ -30,7 +30,7 @@ from ..progress import Notify, ignore_messages
 from ..records import adapter, write_json
 from ..reports.costs import Change, MacsChange, short_before_after
 from ..reports.report import predict_report
-from ..tables import Column, Table
+from ..tables import Table
 from ..text import count_text, did_you_mean, one_line, range_text, shortened
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
@@ -187,15 +187,7 @@ def model_row(
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     """Return a table of the models, and a line that counts them by status."""
-    table = Table(
-        [
-            Column("Model"),
-            Column("Replaced", left=True, words=True),
-            Column("Count"),
-            Column("Parameters"),
-            Column("MACs"),
-        ]
-    )
+    table = Table("Model", "Replaced", "Count", "Parameters", "MACs", words="Replaced")
     for row in rows:
         table.add(
             row.name,

@@ -12,7 +12,7 @@ from ..networks.timm_notes import set_normalisation_
 from ..placing.place import find_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 from ..progress import Note, Notify, ignore_messages
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, report_of
 from ..running.model_state import unchanged_on_failure
 from ..starts.calibration import CalibrationStatistics, measure_inputs
 from ..starts.counts_by_error import choose_counts_by_error
@@ -100,7 +100,7 @@ def carry_out(
     if request.dry_run:
         if weights is not None:  # otherwise, loading finds out what does not fit
             check_weights(network.structure, weights.entries, weights.where, optional=lacking)
-        report = ConversionReport(plan=draft.with_counts())
+        report = report_of(draft.with_counts())
         return Conversion(request=request, start_name=start_name, report=report)
 
     with _unchanged_on_failure(request.network):
@@ -188,7 +188,7 @@ def _replace_and_compare_(
     outcome = None
     if before is not None:
         outcome = compare_with_outputs_before(before, network, plan, images)
-    return ConversionReport(plan=plan, outcome=outcome)
+    return report_of(plan, outcome)
 
 
 def _state_normalisation_(

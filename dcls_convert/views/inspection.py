@@ -9,7 +9,7 @@ from rich.text import Text
 from ..checkpoints.inspection import Inspection, PositionRow
 from ..conversion.provenance import provenance_lines
 from ..geometry import size_text
-from ..tables import Column, Table, indented, title
+from ..tables import Table, indented, title
 from ..text import count_text, printable
 
 MANY_AT_BORDER = 0.02  # share of elements; from it on, a larger window is recommended
@@ -75,17 +75,15 @@ def _sides(row: PositionRow) -> str:
 def _table(inspection: Inspection) -> Table:
     """Return a table with a row for each positions tensor, and one for all together."""
     table = Table(
-        [
-            Column("Positions"),
-            Column("Layers"),
-            Column("Elements"),
-            Column("Border"),
-            Column("Overlap"),
-            Column("Spread"),
-            Column("Distance"),
-            Column("Sigma"),
-            Column("Moved"),
-        ]
+        "Positions",
+        "Layers",
+        "Elements",
+        "Border",
+        "Overlap",
+        "Spread",
+        "Distance",
+        "Sigma",
+        "Moved",
     )
     rows = inspection.positions
     for row in rows:
