@@ -21,9 +21,10 @@ from ..conversion.plan_network import draft_for_request
 from ..conversion.request import NetworkRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
-from ..networks.sites import count_conv_kinds
+from ..networks.sites import ModelConvs, count_conv_kinds
 from ..networks.source import registry_names
 from ..planning.claims import NOT_MATCHED
+from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import Notify, ignore_messages
@@ -164,6 +165,11 @@ def model_row(
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
         return replace(row, status="failed", reason=reason)
+    return _planned_row(row, plan, convs)
+
+
+def _planned_row(row: ModelRow, plan: ConversionPlan, convs: ModelConvs) -> ModelRow:
+    """Return the row of a model, with what its plan changes."""
     report = predict_report(plan)
     replaced: Counter[str] = Counter()
     for layer in plan.layers:
