@@ -1,43 +1,32 @@
 """Tables and paragraphs for all views: in a terminal by rich, as Markdown, and as HTML."""
 
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from rich import box
 from rich import table as rich_table
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
 from .text import printable
 
-SHORT_NAME = 24  # terminal columns; texts up to this width never wrap if a longer name can
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
-    heading: str
-    left: bool = False  # aligned to the left; numbers are aligned to the right
-    words: bool = False  # text of any length, which wraps so that numbers stay whole
 
 
 class Table:
     """Rows of texts under headings. A column in which no row has a text is left out.
 
-    The first column holds names. If the table is too wide, long names wrap, then other long texts;
-    numbers do not.
+    The first column holds names, the column `words` any text, and the others numbers. If the table
+    is too wide, names and words wrap; numbers do not.
     """
 
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self._columns = columns
+    def __init__(self, *headings: str, words: str | None = None) -> None:
+        self._headings = headings
+        self._words = words
         self._rows: list[list[str]] = []
         self._styles: list[str] = []  # rich's style of each row
-        self._total_rows = 0
+        self._rows_above_line = 0
 
     def add(self, *texts: str | None, style: str = "") -> None:
         """Add a row, with a text for each column; None is an empty one."""
@@ -45,31 +34,29 @@ class Table:
         self._styles.append(style)
 
     def add_total(self, *texts: str | None) -> None:
-        """Add a row below a line, in bold, after all other rows."""
+        """Add the last row, in bold, below a line."""
+        self._rows_above_line = len(self._rows)
         self.add(*texts, style="bold")
-        self._total_rows += 1
 
-    def _shown(self) -> tuple[list[Column], list[list[str]]]:
-        """Return the columns with a text in any row, and what the rows have in them."""
-        columns: list[Column] = []
+    def _shown(self) -> tuple[dict[str, bool], list[list[str]]]:
+        """Return the headings of the shown columns, and what the rows have in them.
+
+        A heading is True if its column is aligned to the left.
+        """
+        headings: dict[str, bool] = {}
         rows: list[list[str]] = [[] for _ in self._rows]
-        for index, column in enumerate(self._columns):
+        for index, heading in enumerate(self._headings):
             texts = [row[index] for row in self._rows]
-            if index == 0 or any(texts) or not texts:
-                columns.append(column)
+            if index == 0 or any(texts):
+                headings[heading] = index == 0 or heading == self._words
                 for row, text in zip(rows, texts, strict=True):
                     row.append(text)
-        return columns, rows
+        return headings, rows
 
     def markdown(self) -> str:
         """Return the table as Markdown; headings are not escaped."""
-        columns, rows = self._shown()
-        headings = []
-        rules = []
-        for column in columns:
-            left = column.left or column is columns[0]
-            headings.append(column.heading)
-            rules.append("---" if left else "---:")
+        headings, rows = self._shown()
+        rules = ["---" if is_left else "---:" for is_left in headings.values()]
         lines = [_markdown_line(headings), _markdown_line(rules)]
         for row in rows:
             lines.append(_markdown_line(cell.translate(MARKDOWN_ESCAPES) for cell in row))
@@ -79,24 +66,15 @@ class Table:
         table = rich_table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
-        columns, rows = self._shown()
-        longest_name = max((cell_len(row[0]) for row in rows), default=0)
-        names_wrap = longest_name > SHORT_NAME
-        for index, column in enumerate(columns):
-            is_name = index == 0
-            wraps = is_name and names_wrap
-            if column.words:
-                longest = max((cell_len(row[index]) for row in rows), default=0)
-                wraps = longest > SHORT_NAME or not names_wrap
-            table.add_column(
-                column.heading,
-                justify="left" if is_name or column.left else "right",
-                no_wrap=not wraps,
-                overflow="fold" if wraps else "ellipsis",
-            )
-        last = len(rows) - self._total_rows  # number of the row above the totals
+        headings, rows = self._shown()
+        for heading, is_left in headings.items():
+            if is_left:
+                table.add_column(heading, overflow="fold")
+            else:
+                table.add_column(heading, justify="right", no_wrap=True)
         for number, (row, style) in enumerate(zip(rows, self._styles, strict=True), start=1):
-            table.add_row(*map(Text, row), style=style, end_section=number == last)
+            is_above_line = number == self._rows_above_line
+            table.add_row(*map(Text, row), style=style, end_section=is_above_line)
         yield table
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from dcls_convert.tables import Column, Table
+from dcls_convert.tables import Table
 from dcls_convert.text import printable, shortened
 
 from .conftest import many_examples
@@ -19,11 +19,10 @@ TEXTS = st.text(st.sampled_from('abz019._-路径名🙂é\u0301\x1b\n|\\[],"'), 
 NUMBER = "1234567 → 7654321"
 MIN_NAME_WIDTH = 24  # terminal columns
 ROWS = st.lists(st.tuples(TEXTS, st.none() | st.integers(0, 10**9)), min_size=1, max_size=4)
-COLUMNS = [Column("Name"), Column("Count"), Column("Number")]
 
 
 def table_of(rows):
-    table = Table(COLUMNS)
+    table = Table("Name", "Count", "Number")
     for name, count in rows:
         table.add(name, None if count is None else f"{count:,}", NUMBER)
     return table

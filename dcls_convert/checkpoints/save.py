@@ -14,7 +14,7 @@ from ..networks.timm_notes import stated_source
 from ..networks.wrappers import inside_wrappers
 from ..output import check_output_path, new_output
 from ..planning.plan import ConversionPlan
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, report_of
 from .check_layers import check_layers, describe_hooks
 from .compare import Comparison, compare_with_folder
 from .current_plan import (
@@ -103,10 +103,10 @@ def save_converted(
     notes: list[str] = []
     with new_output(folder, force=force, why_keep=why_not_our_folder) as partial:
         partial.mkdir()
-        written = ConversionReport(plan=plan)
+        written = report_of(plan)
         if report is not None and report.layers == plan.layers:  # `==` ignores their errors
             with_errors = replace(plan, layers=report.layers)
-            written = ConversionReport(plan=with_errors, outcome=report.outcome)
+            written = report_of(with_errors, report.outcome)
         write_texts(partial, name, model, written, picture=picture)
         write_weights(partial, state, fingerprint)
         if plan.source is None or not plan.source.is_from_registry:
@@ -117,7 +117,7 @@ def save_converted(
             comparison = compare_with_folder(model, partial, fingerprint)
             if comparison.difference is not None:
                 own = plan_without_source(model, plan)
-                write_texts(partial, name, model, ConversionReport(plan=own), picture=picture)
+                write_texts(partial, name, model, report_of(own), picture=picture)
             notes += _notes_of_comparison(plan, comparison)
     for note in notes:
         warnings.warn(note, stacklevel=2)

@@ -21,16 +21,17 @@ from ..conversion.plan_network import draft_for_request
 from ..conversion.request import NetworkRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
-from ..networks.sites import count_conv_kinds
+from ..networks.sites import ModelConvs, count_conv_kinds
 from ..networks.source import registry_names
 from ..planning.claims import NOT_MATCHED
+from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import Notify, ignore_messages
 from ..records import adapter, write_json
 from ..reports.costs import Change, MacsChange, short_before_after
 from ..reports.report import predict_report
-from ..tables import Column, Table
+from ..tables import Table
 from ..text import count_text, did_you_mean, one_line, range_text, shortened
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
@@ -164,6 +165,11 @@ def model_row(
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
         return replace(row, status="failed", reason=reason)
+    return _planned_row(row, plan, convs)
+
+
+def _planned_row(row: ModelRow, plan: ConversionPlan, convs: ModelConvs) -> ModelRow:
+    """Return the row of a model, with what its plan changes."""
     report = predict_report(plan)
     replaced: Counter[str] = Counter()
     for layer in plan.layers:
@@ -187,15 +193,7 @@ def model_row(
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     """Return a table of the models, and a line that counts them by status."""
-    table = Table(
-        [
-            Column("Model"),
-            Column("Replaced", left=True, words=True),
-            Column("Count"),
-            Column("Parameters"),
-            Column("MACs"),
-        ]
-    )
+    table = Table("Model", "Replaced", "Count", "Parameters", "MACs", words="Replaced")
     for row in rows:
         table.add(
             row.name,

@@ -32,14 +32,13 @@ from ..records import Record
 from ..reports.costs import Change, MacsChange, in_one_unit, percent, with_separators
 from ..reports.report import predict_report
 from ..running.arguments import ExampleInputs
-from ..tables import Column, Table, as_html, as_text, indented, title
+from ..tables import Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
 from ..weights.loading import check_weights
 
 RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
 CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 RECOMMENDED = ">"  # in front of the recommended row
-ROW_STYLES = {"original": "", "done": "", "does not fit": "yellow"}  # by status
 WHY = (
     f"It is what `auto` takes: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
     f"to the MACs, makes no window larger than {MAX_WINDOW}, and lets at least half of the windows "
@@ -189,9 +188,7 @@ def make_sweep(
     Args:
         request: The network.
         options: What is the same for all combinations.
-        sizes: Windows; none for those to try by default.
-        counts: Elements per kernel; None for as many as the budget allows.
-        budgets: Percentages of the replaced weights, instead of counts.
+        sizes, counts, budgets: See `sweep`.
         command: Returns the command line that converts with a combination.
         notify: Called with what is being done.
         note: Called with what the user should know.
@@ -222,10 +219,11 @@ def make_sweep(
         note(caution)
     rows = [SweepRow(asked=None, status="original", params=auto_plan.params, macs=auto_plan.macs)]
     sizes = sizes or candidate_windows(auto_plan.layers)
-    combinations = list(itertools.product(sizes, counts or (None,), budgets or (None,)))
-    for number, (size, count, budget) in enumerate(combinations, 1):
+    combinations = []
+    for size, count, budget in itertools.product(sizes, counts or (None,), budgets or (None,)):
+        combinations.append(Combination(size=size, kernel_count=count, budget=budget))
+    for number, asked in enumerate(combinations, 1):
         notify(f"planning {number} of {len(combinations)}")
-        asked = Combination(size=size, kernel_count=count, budget=budget)
         rows.append(_row(make_plan, options, asked, command(asked)))
     return Sweep(
         model=network.name,
@@ -309,16 +307,14 @@ def _table(sweep: Sweep) -> Table:
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
     layer_counts = {row.layers for row in sweep.rows if row.status == "done"}
     table = Table(
-        [
-            Column("  Window"),
-            Column("Count"),
-            Column("Budget"),
-            Column("Layers"),
-            Column("Off map"),
-            Column("Parameters"),
-            Column(f"MACs{macs_unit}"),
-            Column(""),
-        ]
+        "  Window",
+        "Count",
+        "Budget",
+        "Layers",
+        "Off map",
+        "Parameters",
+        f"MACs{macs_unit}",
+        "",
     )
     for index, row in enumerate(sweep.rows):
         sign = RECOMMENDED if index == sweep.choice.row else ""
@@ -343,7 +339,7 @@ def _table(sweep: Sweep) -> Table:
             row.status if row.params is None else with_separators(row.params),
             macs,
             added_macs,
-            style=ROW_STYLES[row.status],
+            style="yellow" if row.status == "does not fit" else "",
         )
     return table
 

@@ -308,9 +308,8 @@ def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) ->
     if report.output is not None:
         steps = next_steps(conversion, Path(report.output))
     shown = report_view(
-        report,
+        replace(report, outcome=None),  # `next_steps` shows it
         verbose=verbose,
-        with_outcome=False,  # `next_steps` shows it
         cheaper_sizes=_sweep_command(conversion.request, report.plan, conversion.start_name),
         why_kept="-v says why",
     )

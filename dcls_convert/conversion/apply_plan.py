@@ -12,7 +12,7 @@ from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions, check_choi
 from ..placing.place import LayerGroup, find_groups, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, report_of
 from ..running.model_state import unchanged_on_failure
 from ..running.process_settings import full_precision
 from ..starts.calibration import CalibrationStatistics, fit_to_outputs_, measure_inputs
@@ -83,7 +83,7 @@ def apply_plan_(
             statistics=statistics,
             notify=notify,
         )
-    return ConversionReport(plan=plan)
+    return report_of(plan)
 
 
 @torch.no_grad()

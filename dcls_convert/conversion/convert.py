@@ -12,7 +12,7 @@ from ..networks.timm_notes import set_normalisation_
 from ..placing.place import find_groups
 from ..planning.plan import ConversionPlan, DraftPlan
 from ..progress import Note, Notify, ignore_messages
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, report_of
 from ..running.model_state import unchanged_on_failure
 from ..starts.calibration import CalibrationStatistics, measure_inputs
 from ..starts.counts_by_error import choose_counts_by_error
@@ -52,7 +52,7 @@ class Prepared:
 
     def predicted(self) -> "Conversion":
         """Return what the conversion would do: the end of a dry run."""
-        report = ConversionReport(plan=self.draft.with_counts())
+        report = report_of(self.draft.with_counts())
         return Conversion(request=self.request, start_name=self.start_name, report=report)
 
 
@@ -259,7 +259,7 @@ def _replace_and_compare_(
     outcome = None
     if before is not None:
         outcome = compare_with_outputs_before(before, network, plan, images)
-    return ConversionReport(plan=plan, outcome=outcome)
+    return report_of(plan, outcome)
 
 
 def _state_normalisation_(

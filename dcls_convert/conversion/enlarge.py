@@ -22,7 +22,7 @@ from ..placing.place import note_other_windows_, noted_plan
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..planning.windows import notes_on_windows, with_other_window
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, report_of
 from ..running.model_state import unchanged_on_failure
 from ..text import join_with_and
 from .provenance import WITHOUT_EFFECT, attach_provenance_, provenance_of
@@ -89,7 +89,7 @@ def enlarge_windows_(
             errors |= _set_windows_([layers[layer.name] for layer in group], group)
         note_other_windows_(model, larger)
         _add_to_provenance_(model, request)
-    return ConversionReport(plan=larger.with_errors(errors, {}))
+    return report_of(larger.with_errors(errors, {}))
 
 
 def _add_to_provenance_(model: nn.Module, request: ConversionRequest) -> None:

@@ -4,12 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from ..geometry import size_text
 from ..planning.layer_plan import LayerPlan
-from ..tables import Column, Table
+from ..tables import Table
 from ..text import range_text
 from .costs import (
     Change,
-    MacsChange,
-    ParamsChange,
     before_after,
     in_one_unit,
     macs_of,
@@ -18,72 +16,60 @@ from .costs import (
     with_separators,
 )
 
-Layers = Sequence[LayerPlan]
-# Texts for the first columns, the layers of a row, and their parameters as text.
-Row = tuple[list[str], Layers, str]
 
+def cost_table(layers: Sequence[LayerPlan], *, by_stage: bool) -> Table:
+    """Return a table with the kernels and costs of each stage, or of each layer.
 
-def stage_table(layers: Layers) -> Table:
-    """Return a table with the costs of each stage, in the order of the layers."""
-    layers_of: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        layers_of.setdefault(layer.stage or "(no stage)", []).append(layer)
-    rows: list[Row] = []
-    for stage, members in layers_of.items():
-        rows.append(([stage, str(len(members))], members, before_after(params_of(members))))
-    return _table([Column("Stage"), Column("Layers")], rows)
-
-
-def layer_table(layers: Layers) -> Table:
-    """Return a table with the costs of each layer.
-
-    A star marks parameters that include positions which other layers share.
+    A star marks parameters of a layer that include positions which other layers share.
     """
-    rows: list[Row] = []
+    rows: dict[str, list[LayerPlan]] = {}
     for layer in layers:
-        is_shared = layer.tie_group is not None and layer.position_params > 0
-        params = before_after(params_of([layer]))
-        rows.append(([layer.name], [layer], f"{params}*" if is_shared else f"{params} "))
-    return _table([Column("Layer")], rows)
-
-
-def _table(first_columns: Sequence[Column], rows: Sequence[Row]) -> Table:
-    """Return a table with the kernels and costs of the layers of each row."""
-    all_layers: list[LayerPlan] = []
+        name = layer.stage or "(no stage)" if by_stage else layer.name
+        rows.setdefault(name, []).append(layer)
     all_macs: list[int | None] = []
-    for _, layers, _ in rows:
-        all_layers += layers
-        all_macs += [macs_of(layers).before, macs_of(layers).after]
+    for members in rows.values():
+        macs = macs_of(members)
+        all_macs += [macs.before, macs.after]
     write_macs, unit = in_one_unit(all_macs)
-    error_field = shown_error(all_layers)
-    columns = [
-        *first_columns,
-        Column("Kernel", left=True, words=True),
-        Column("Count"),
-        Column("Parameters"),
-        Column(f"MACs{unit}"),
-        Column("Error"),
-    ]
-    table = Table(columns)
-    for texts, layers, params in rows:
-        kernels = range_text((layer.kernel_size for layer in layers), size_text)
+    table = Table(
+        "Stage" if by_stage else "Layer",
+        "Layers",
+        "Kernel",
+        "Count",
+        "Parameters",
+        f"MACs{unit}",
+        "Error",
+        words="Kernel",
+    )
+    error_field = shown_error(layers)
+    for name, members in rows.items():
+        kernels = range_text((layer.kernel_size for layer in members), size_text)
+        params = before_after(params_of(members))
+        if not by_stage:
+            params += "*" if has_shared_positions(members[0]) else " "
         table.add(
-            *texts,
-            f"{kernels} → {windows_text(layers)}",
-            range_text(layer.kernel_count for layer in layers),
+            name,
+            str(len(members)) if by_stage else None,
+            f"{kernels} → {windows_text(members)}",
+            range_text(layer.kernel_count for layer in members),
             params,
-            before_after(macs_of(layers), write_macs),
-            _mean_of_known(getattr(layer, error_field) for layer in layers),
+            before_after(macs_of(members), write_macs),
+            _mean_of_known(getattr(layer, error_field) for layer in members),
         )
     return table
 
 
-def windows_text(layers: Layers) -> str:
+def has_shared_positions(layer: LayerPlan) -> bool:
+    """True if the layer's parameters include positions that other layers share."""
+    return layer.tie_group is not None and layer.position_params > 0
+
+
+def windows_text(layers: Sequence[LayerPlan]) -> str:
     """Return the layers' windows: "17x17", or "9x9..17x17"."""
     return range_text((layer.dilated_size for layer in layers), size_text)
 
 
-def shown_error(layers: Layers) -> str:
+def shown_error(layers: Sequence[LayerPlan]) -> str:
     """Return the field with the error to show: after a calibration, that of the outputs.
 
     A calibration fits the outputs and not the kernels.
@@ -101,16 +87,12 @@ def _mean_of_known(errors: Iterable[float | None]) -> str:
     return f"{sum(known) / len(known):.3f}"
 
 
-def model_table(
-    params: ParamsChange, macs: MacsChange, replaced: Change, params_untouched: int
-) -> Table:
+def model_table(params: Change, macs: Change, replaced: Change, params_untouched: int) -> Table:
     """Return a table with the parameters and MACs of the whole model.
 
     `replaced` are the parameters of the layers, `params_untouched` those outside of them.
     """
-    table = Table(
-        [Column("Whole model"), Column("Before"), Column("After"), Column("Change"), Column("")]
-    )
+    table = Table("Whole model", "Before", "After", "Change", "")
 
     def add(name: str, change: Change, style: str, in_percent: str = "") -> None:
         table.add(

@@ -152,12 +152,7 @@ def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str
     """
     smallest = min(filter(None, counts), default=1)
     unit, name = _unit(smallest)
-    if unit == 1 or smallest >= 100 * unit:
-        digits = 0
-    elif smallest < 10 * unit:
-        digits = 2
-    else:
-        digits = 1
+    digits = 0 if unit == 1 else _digits(smallest / unit)
     heading = f",{name}" if name else ""
     return lambda count: f"{count / unit:,.{digits}f}", heading
 
@@ -167,12 +162,15 @@ def _short(value: float) -> str:
 
     A whole number has no decimals.
     """
-    digits = 2
-    if value % 1 == 0 or value >= 99.95:
-        digits = 0
-    elif value >= 9.995:
-        digits = 1
+    digits = 0 if value % 1 == 0 else _digits(value)
     return f"{value:,.{digits}f}"
+
+
+def _digits(value: float) -> int:
+    """Return the number of decimals with which a value, once rounded, has three digits."""
+    if value >= 99.95:
+        return 0
+    return 1 if value >= 9.995 else 2
 
 
 def _unit(count: int) -> tuple[float, str]:

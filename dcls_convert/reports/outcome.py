@@ -14,8 +14,8 @@ MIN_IMAGES_FOR_PERCENT = 10  # a percentage of fewer images would look too preci
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The effect of a conversion on the outputs of a trained network."""
+class Outcome(Agreement):
+    """The effect of a conversion on a trained network; `Agreement` is for held-out images."""
 
     kernel_error: float | None  # mean of the layers' `fit_error`
     images: int  # held-out images, or crops of them, on which outputs were compared
@@ -26,10 +26,6 @@ class Outcome:
     files_held_out: Annotated[int, Field(exclude=True)] = 0
     # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.
     random_output_error: Annotated[float | None, Field(exclude=True)] = None
-    same_top1: float | None = None  # this and the next three are as in `Agreement`
-    kl: float | None = None
-    same_largest: float | None = None
-    output_error: float | None = None
     # For comparison: agreement of the old outputs with those for images moved by one pixel.
     shifted: Agreement | None = None
 
@@ -74,7 +70,7 @@ def _comparison_sentences(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _agreement(agreement: Outcome | Agreement, images: int) -> str:
+def _agreement(agreement: Agreement, images: int) -> str:
     """Say how well the outputs for a number of images agree, as part of a sentence."""
     parts = []
     shares = {"top-1 class": agreement.same_top1, "largest output": agreement.same_largest}

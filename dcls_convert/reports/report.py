@@ -1,30 +1,27 @@
-"""The report of a conversion, as data, and as text for the terminal and the model card."""
+"""The report of a conversion: a record that is the JSON, its view in a terminal, and Markdown."""
 
-import functools
 import math
-import operator
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..errors import check_argument
 from ..geometry import size_text
-from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
-from ..options import DEFAULT_INTERPOLATION, ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
+from ..options import MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..records import as_json, write_json
+from ..records import Record, as_json
 from ..running.input_spec import inputs_text
 from ..tables import Table, as_html, as_text, indented
-from ..text import count_text, counts_text, printable, range_text, short_list, shortened
-from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
+from ..text import count_text, counts_text, printable, shortened
+from .cost_tables import cost_table, has_shared_positions, model_table, windows_text
 from .costs import (
     BudgetReport,
-    Change,
     MacsChange,
     ParamsChange,
     before_after,
@@ -34,174 +31,62 @@ from .costs import (
     percent,
     short_before_after,
 )
-from .outcome import SMALL_ERROR, Outcome, outcome_sentences
+from .outcome import Outcome, outcome_sentences
+from .sentences import report_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the first line is red
-STAGES_NAMED = 4  # number of stages with tie groups that are named
-LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
-FOLDING_SENTENCE = (
-    "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
-    "saves the construction, and stores window-sized kernels."
-)
 # Attributes of a layer that the JSON has.
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
     *("macs_before", "macs_after", "fit_error", "output_error"),
 )
+KEYS_IF_STATED = ("outcome", "not_measured", "overruled", "notes")  # the JSON has no empty ones
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConversionReport:
-    """What a plan changes, and what came of it: the plan's layers and totals.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ConversionReport(Record):
+    """What a plan changes, and what came of it: the plan's layers and totals, as in the JSON.
 
     The parameters of the layers and `params_untouched` sum to `params`; MACs sum likewise.
     """
 
-    plan: ConversionPlan  # its layers have errors, once they have values
+    format: int = 1
+    model: str | None  # None for a module that only its user can build
+    input_size: tuple[int, ...] | None  # (channels, *spatial) of one image
     output: str | None = None  # the folder; None if nothing was written
+    params: ParamsChange
+    macs: MacsChange
+    budget: BudgetReport  # of a folded model, before folding
+    layers: tuple[LayerPlan, ...]  # the converted convolutions; with errors, once they have values
+    skipped: tuple[Skipped, ...]  # the convolutions that stay as they are, and why
+    stages_from: str  # how the stages were found
+    params_untouched: int  # parameters outside of the layers
+    macs_untouched: int | None
     outcome: Outcome | None = None  # None for an untrained network, or before a conversion
-
-    format = 1  # of the JSON
-
-    @property
-    def model(self) -> str | None:
-        """See `ConversionPlan`."""
-        return self.plan.model
-
-    @property
-    def input_size(self) -> tuple[int, ...] | None:
-        """(channels, *spatial) of one image."""
-        return self.plan.input_size
-
-    @property
-    def layers(self) -> tuple[LayerPlan, ...]:
-        """The converted convolutions."""
-        return self.plan.layers
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        """The convolutions that stay as they are, and why."""
-        return self.plan.skipped
-
-    @property
-    def stages_from(self) -> str:
-        """How the stages were found."""
-        return self.plan.stages_from
-
-    @property
-    def folded(self) -> bool:
-        """True if plain convolutions have replaced the layers."""
-        return self.plan.folded
-
-    @property
-    def overruled(self) -> tuple[str, ...]:
-        """Windows that grow as rules say, although outputs then depend on what they must not."""
-        return self.plan.overruled
-
-    @property
-    def not_measured(self) -> str | None:
-        """Why it was not measured what the network does with its convolutions; None if it was."""
-        return self.plan.not_measured
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What users should know of the new layers."""
-        return self.plan.notes
-
-    @functools.cached_property
-    def replaced_params(self) -> Change:
-        """Parameters of the convolutions, and of the layers that replace them."""
-        return params_of(self.layers)
-
-    @functools.cached_property
-    def params(self) -> ParamsChange:
-        """Parameters of the whole model."""
-        weights = 0
-        positions = 0
-        for layer in self.layers:
-            weights += layer.weight_params
-            positions += layer.position_params
-        delta = self.replaced_params.delta or 0
-        before = self.plan.params
-        return ParamsChange(
-            before=before, after=before + delta, weights=weights, positions=positions
-        )
-
-    @property
-    def params_untouched(self) -> int:
-        """Parameters outside of the layers."""
-        return self.plan.params - (self.replaced_params.before or 0)
-
-    @functools.cached_property
-    def macs(self) -> MacsChange:
-        """MACs of the whole model for one input."""
-        return macs_of_model(self.plan)
-
-    @property
-    def macs_untouched(self) -> int | None:
-        """MACs outside of the layers; None if not known."""
-        if self.plan.macs is None:
-            return None
-        return self.plan.macs - (macs_of(self.layers).before or 0)
-
-    @property
-    def budget(self) -> BudgetReport:
-        """How the kernel counts were chosen; of a folded model, before folding."""
-        budget = self.plan.budget
-        exact_count = None
-        if budget.exact_count is not None:
-            # Rounded down, so that 34.996 is not shown as 35.
-            exact_count = int(budget.exact_count * 100) / 100
-        return BudgetReport(
-            scope=self.plan.scope,
-            kernel_count=budget.kernel_count,
-            limit=budget.limit,
-            used=budget.used,
-            exact_count=exact_count,
-        )
-
-    @functools.cached_property
-    def layers_beyond_map(self) -> int:
-        """Number of layers whose windows have cells that never meet the map, at the input size."""
-        return sum(layer.exceeds_map for layer in self.plan.layers)
+    folded: bool  # whether plain convolutions have replaced the layers
+    # Number of layers whose windows have cells that never meet the map, at the input size.
+    layers_beyond_map: int
+    # Why it was not measured what the network does with its convolutions; None if it was.
+    not_measured: str | None
+    # Windows that grow as rules say, although outputs then depend on what they must not.
+    overruled: tuple[str, ...]
+    notes: tuple[str, ...]  # what users should know of the new layers
+    plan: Annotated[ConversionPlan, Field(exclude=True)]  # not in the JSON
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        plan = self.plan
-        data: dict[str, Any] = {
-            "format": self.format,
-            "model": plan.model,
-            "input_size": plan.input_size and list(plan.input_size),
-            "output": self.output,
-            "params": as_json(self.params),
-            "macs": as_json(self.macs),
-            "budget": as_json(self.budget),
-            "layers": [_layer_row(layer) for layer in self.layers],
-            "skipped": [as_json(skip) for skip in plan.skipped],
-            "stages_from": plan.stages_from,
-            "params_untouched": self.params_untouched,
-            "macs_untouched": self.macs_untouched,
-        }
-        if self.outcome is not None:
-            data["outcome"] = as_json(self.outcome)
-        data |= {"folded": plan.folded, "layers_beyond_map": self.layers_beyond_map}
-        if plan.not_measured is not None:
-            data["not_measured"] = plan.not_measured
-        if plan.overruled:
-            data["overruled"] = list(plan.overruled)
-        if plan.notes:
-            data["notes"] = list(plan.notes)
+        data = as_json(self)
+        data["layers"] = [_layer_row(layer) for layer in self.layers]
+        for key in KEYS_IF_STATED:
+            if not data[key]:
+                del data[key]
         return data
-
-    def to_json(self) -> str:
-        """Return the JSON report; raise CheckpointError if a number is not finite."""
-        return write_json(self.to_dict())
 
     def __rich__(self) -> RenderableType:
         return report_view(self)
 
-    __str__ = as_text
+    __repr__ = as_text
     _repr_html_ = as_html
 
 
@@ -219,14 +104,56 @@ def _layer_row(layer: LayerPlan) -> dict[str, Any]:
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """Return the report of a plan that has not been carried out; no weights are needed."""
     check_argument("plan", plan, ConversionPlan)
-    return ConversionReport(plan=plan)
+    return report_of(plan)
+
+
+def report_of(plan: ConversionPlan, outcome: Outcome | None = None) -> ConversionReport:
+    """Return the report of a plan, whose layers have errors once they have values."""
+    layers = plan.layers
+    params_untouched = plan.params - sum(layer.params_before for layer in layers)
+    macs_untouched = None
+    if plan.macs is not None:
+        macs_untouched = plan.macs - (macs_of(layers).before or 0)
+    exact_count = None
+    if plan.budget.exact_count is not None:
+        # Rounded down, so that 34.996 is not shown as 35.
+        exact_count = int(plan.budget.exact_count * 100) / 100
+    return ConversionReport(
+        model=plan.model,
+        input_size=plan.input_size,
+        params=ParamsChange(
+            before=plan.params,
+            after=params_untouched + sum(layer.params_after for layer in layers),
+            weights=sum(layer.weight_params for layer in layers),
+            positions=sum(layer.position_params for layer in layers),
+        ),
+        macs=macs_of_model(plan),
+        budget=BudgetReport(
+            scope=plan.scope,
+            kernel_count=plan.budget.kernel_count,
+            limit=plan.budget.limit,
+            used=plan.budget.used,
+            exact_count=exact_count,
+        ),
+        layers=layers,
+        skipped=plan.skipped,
+        stages_from=plan.stages_from,
+        params_untouched=params_untouched,
+        macs_untouched=macs_untouched,
+        outcome=outcome,
+        folded=plan.folded,
+        layers_beyond_map=sum(layer.exceeds_map for layer in layers),
+        not_measured=plan.not_measured,
+        overruled=plan.overruled,
+        notes=plan.notes,
+        plan=plan,
+    )
 
 
 def report_view(
     report: ConversionReport,
     *,
     verbose: int = 0,
-    with_outcome: bool = True,
     cheaper_sizes: str = "dcls_convert.sweep(model), before converting",
     why_kept: str = "skipped says why",
 ) -> RenderableType:
@@ -236,26 +163,24 @@ def report_view(
         report: The report to show.
         verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
             other convolutions are kept. 2 also names each kept convolution.
-        with_outcome: Whether to say how close outputs stayed.
         cheaper_sizes: The command or call that shows the costs of other sizes.
         why_kept: Where to read why convolutions are kept; follows "3 convolutions kept; ".
     """
-    parts = [*_heading(report), *_warnings(report, cheaper_sizes), Text()]
+    parts = [*_heading(report), *_cost_warning(report, cheaper_sizes)]
+    parts += [Text(printable(warning), style="yellow") for warning in _warnings(report)]
+    parts.append(Text())
     sentences = _sentences(report, verbose=verbose > 0)
-    if with_outcome:
-        sentences += outcome_sentences(report.outcome)
     if verbose == 0:
-        parts += [stage_table(report.layers), Text()]
+        parts += [cost_table(report.layers, by_stage=True), Text()]
         if report.skipped:
             kept = count_text(len(report.skipped), "convolution")
             sentences.append(f"{kept} kept; {why_kept}.")
         parts += map(indented, sentences)
         return Group(*parts)
-    parts.append(layer_table(report.layers))
-    if any(layer.tie_group for layer in report.layers) and not report.plan.folded:
+    parts.append(cost_table(report.layers, by_stage=False))
+    if any(map(has_shared_positions, report.layers)):
         footnote = "* includes the positions, which the other layers of its tie group share"
         parts.append(Text(footnote, style="dim italic"))
-    parts += _largest_error_lines(report)
     parts += [Text(), _model_table(report), Text()]
     parts += map(indented, sentences)
     parts += _kept_lines(report, by_name=verbose > 1)
@@ -272,7 +197,7 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     if report.plan.growth_of_mixed_kernels is not None:
         kernels += f" (+{report.plan.growth_of_mixed_kernels})"
     model = f": {report.model or 'model'}"
-    if report.plan.folded:
+    if report.folded:
         model += ", folded"
     if report.input_size is not None:
         model += f", input {size_text(report.input_size)}"
@@ -284,43 +209,46 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     ]
 
 
-def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
-    """Return warnings: costly windows, layers that only lose weights, what was not measured."""
-    warnings = []
+def _cost_warning(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
+    """Return a warning if windows are costly, with the command that shows others."""
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
-    grow_least = all(max(layer.growths) <= MIN_GROWTH for layer in report.plan.layers)
+    grow_least = all(max(layer.growths) <= MIN_GROWTH for layer in report.layers)
     if added_macs > MAX_ADDED_COST_PERCENT and grow_least:
         growth = f"Even the smallest growth adds {added_macs:.0f} % to the MACs"
-        warnings.append(Text(f"{growth}; rules can skip layers"))
-    elif added_macs > COSTLY_MACS_PERCENT:
-        factor = 1 + added_macs / 100
-        warnings.append(Text(f"{factor:.1f} times the MACs. Cheaper sizes are shown by"))
+        return [Text(f"{growth}; rules can skip layers", style="yellow")]
+    if added_macs <= COSTLY_MACS_PERCENT:
+        return []
+    factor = f"{1 + added_macs / 100:.1f} times the MACs"
+    command = f"    {printable(cheaper_sizes)}"
+    return [
+        Text(f"{factor}. Cheaper sizes are shown by", style="yellow"),
         # Never wrapped, so that it can be copied.
-        command = f"    {printable(cheaper_sizes)}"
-        warnings.append(Text(command, no_wrap=True, overflow="ignore"))
-    if 2 * report.layers_beyond_map > len(report.layers):
-        all_or_most = "All" if report.layers_beyond_map == len(report.layers) else "Most"
+        Text(command, style="yellow", no_wrap=True, overflow="ignore"),
+    ]
+
+
+def _warnings(report: ConversionReport) -> list[str]:
+    """Warn of windows beyond their maps, lost weights, and of what was not measured."""
+    warnings = []
+    layer_count = len(report.layers)
+    if 2 * report.layers_beyond_map > layer_count:
+        all_or_most = "All" if report.layers_beyond_map == layer_count else "Most"
         too_large = f"{all_or_most} windows are too large for their maps"
-        if len(report.layers) == 1:
+        if layer_count == 1:
             too_large = "The window is too large for its map"
-        warnings.append(Text(f"{too_large}; rules can skip layers"))
+        warnings.append(f"{too_large}; rules can skip layers")
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
-    if losing_layers and not report.plan.folded:
-        layers = f"{losing_layers} of {count_text(len(report.layers), 'layer')}"
+    if losing_layers and not report.folded:
+        layers = f"{losing_layers} of {count_text(layer_count, 'layer')}"
         loss = f"{layers} get fewer weights but no larger window"
-        warnings.append(Text(f"{loss}; a rule can leave them out"))
+        warnings.append(f"{loss}; a rule can leave them out")
     if report.not_measured is not None:
-        sentence = (
+        warnings.append(
             "It was not measured whether the network allows its convolutions to be replaced "
             f"({report.not_measured})"
         )
-        warnings.append(Text(printable(sentence)))
-    for overruled in report.plan.overruled:
-        warnings.append(
-            Text(printable(f"By a rule, windows grow where outputs did not look: {overruled}"))
-        )
-    for warning in warnings:
-        warning.stylize("yellow")
+    for overruled in report.overruled:
+        warnings.append(f"By a rule, windows grow where outputs did not look: {overruled}")
     return warnings
 
 
@@ -343,24 +271,6 @@ def _only_loses_weights(layer: LayerPlan) -> bool:
     return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
 
 
-def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
-    """Return lines on the layers with the largest errors.
-
-    They are the errors of the table's Error column. Small errors are left out.
-    """
-    error_of = operator.attrgetter(shown_error(report.layers))
-    layers = [layer for layer in report.layers if (error_of(layer) or 0) >= SMALL_ERROR]
-    if not layers:
-        return []
-    compared = "kernels"
-    if shown_error(report.layers) == "output_error":
-        compared = "outputs"
-    lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
-    for layer in sorted(layers, key=error_of, reverse=True)[:LAYERS_NAMED]:
-        lines.append(indented(f"{shortened(layer.name)}: {error_of(layer):.3f}", "dim", by=3))
-    return lines
-
-
 def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableType]:
     """List the kept convolutions and the reasons, by name or counted by class and reason."""
     if not report.skipped:
@@ -380,141 +290,19 @@ def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableTy
 
 def report_markdown(report: ConversionReport) -> str:
     """Return the report in Markdown, for a model card."""
-    stages = stage_table(report.layers).markdown()
-    model = _model_table(report).markdown()
-    sentences = _sentences(report, verbose=True) + outcome_sentences(report.outcome)
-    items = "".join(f"- {printable(line)}\n" for line in sentences)
-    return f"{stages}\n{model}\n{items}"
+    stages = cost_table(report.layers, by_stage=True).markdown()
+    items = ""
+    for sentence in _sentences(report, verbose=True):
+        items += f"- {printable(sentence)}\n"
+    return f"{stages}\n{_model_table(report).markdown()}\n{items}"
 
 
 def _model_table(report: ConversionReport) -> Table:
-    return model_table(report.params, report.macs, report.replaced_params, report.params_untouched)
+    return model_table(
+        report.params, report.macs, params_of(report.layers), report.params_untouched
+    )
 
 
 def _sentences(report: ConversionReport, *, verbose: bool) -> list[str]:
-    """Return sentences on the budget, positions and errors.
-
-    With `verbose`, also on the new kernels and MACs.
-    """
-    lines = [_budget_sentence(report)]
-    if not report.plan.folded:
-        lines.append(_positions_sentence(report))
-    if any(layer.grow for layer in report.layers):
-        lines.append(_sides_sentence(report))
-    if report.macs.note:
-        lines.append(report.macs.note_sentence)
-    if shown_error(report.layers) == "output_error":
-        lines.append(
-            "Error: relative error of each layer's outputs on the images it was fitted to."
-        )
-    if verbose:
-        lines.append(f"{_new_kernels(report)}; stages from {report.plan.stages_from}.")
-        if report.macs.delta is not None:
-            lines.append(_macs_sentence(report))
-        if (maps := _maps_sentence(report)) is not None:
-            lines.append(maps)
-    if report.layers_beyond_map:
-        lines.append(_beyond_map_sentence(report))
-    return [*lines, *report.notes]
-
-
-def _beyond_map_sentence(report: ConversionReport) -> str:
-    """Say in how many layers the window is larger than the map allows, and the sizes of maps."""
-    maps = []
-    for layer in report.layers:
-        if layer.exceeds_map and layer.input_extent is not None:
-            maps.append(layer.input_extent)
-    subject = f"In {len(maps)} of {count_text(len(report.layers), 'layer')}, outer cells meet"
-    if len(maps) == len(report.layers):
-        subject = "Outer cells meet"
-    return f"{subject} only padding (maps of {range_text(maps, size_text)})."
-
-
-def _maps_sentence(report: ConversionReport) -> str | None:
-    """Say how large the layers' maps are, in the order of the layers; None if it is not known."""
-    sizes: Counter[str] = Counter()
-    for layer in report.layers:
-        if layer.input_extent is not None:
-            sizes[size_text(layer.input_extent)] += 1
-    if not sizes:
-        return None
-    maps = [f"{size} ({count_text(count, 'layer')})" for size, count in sizes.items()]
-    return f"Maps at this input size: {', '.join(maps)}."
-
-
-def _budget_sentence(report: ConversionReport) -> str:
-    """Say how much of the budget is used."""
-    budget = report.budget
-    text = "Budget"
-    if report.plan.scope == ERROR_SCOPE:
-        text += " (counts by error)"
-    if report.plan.folded:
-        text += " before folding"
-    text += ": "
-    if budget.kernel_count is not None:
-        text += f"{count_text(budget.kernel_count, 'element')} per kernel use "
-    text += f"{budget.used:,} of {budget.limit:,} parameters (no biases)"
-    if budget.slack < 0:
-        text += f", OVER BUDGET by {-budget.slack:,}"
-    return f"{text}."
-
-
-def _positions_sentence(report: ConversionReport) -> str:
-    """Say how many positions are shared, in which stages; and the interpolation, if unusual."""
-    tied = [layer for layer in report.layers if layer.tie_group is not None]
-    names = sorted({layer.interpolation for layer in report.layers})
-    interpolation = ""
-    if names != [DEFAULT_INTERPOLATION]:
-        interpolation = f"; {' and '.join(names)} interpolation"
-    if not tied:
-        return f"No layers share their positions{interpolation}."
-    groups = {layer.tie_group for layer in tied}
-    verb = "shares" if len(groups) == 1 else "share"
-    shared = sum(layer.position_params for layer in tied)
-    sentence = f"{count_text(len(groups), 'tie group')} {verb} {shared:,} {_coordinates(report)}"
-    sentence += f" in {short_list(dict.fromkeys(layer.stage for layer in tied), STAGES_NAMED)}"
-    if len(tied) < len(report.layers):
-        own = len(report.layers) - len(tied)
-        sentence += f" (not shared: {count_text(own, 'layer')})"
-    return f"{sentence}{interpolation}."
-
-
-def _sides_sentence(report: ConversionReport) -> str:
-    """Say how many windows grow to one side, and what was measured of the network."""
-    parts = []
-    for side in ("back", "ahead"):
-        count = sum(side in layer.grow for layer in report.layers)
-        if count:
-            verb = "grows" if count == 1 else "grow"
-            parts.append(f"{count_text(count, 'layer')} {verb} {side} only")
-    sentence = " and ".join(parts)
-    if report.plan.outputs_look == "back":
-        sentence += ": the network is causal"
-    elif report.plan.outputs_look == "ahead":
-        sentence += ": the network looks ahead only"
-    return f"{sentence}."
-
-
-def _new_kernels(report: ConversionReport) -> str:
-    weights = f"{report.params.weights:,} weights"
-    if report.plan.folded:
-        return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
-    return f"New kernels: {weights} and {report.params.positions:,} {_coordinates(report)}"
-
-
-def _coordinates(report: ConversionReport) -> str:
-    if any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers):
-        return "positions and sigmas"
-    return "positions"
-
-
-def _macs_sentence(report: ConversionReport) -> str:
-    if report.macs.delta == 0:
-        return "MACs stay the same: no window has more cells than the kernel that it replaces."
-    reason = "although parameters do not"
-    if (report.params.delta or 0) > 0:
-        reason = "with the window"
-    sentence = f"MACs rise {reason}: every window cell is multiplied, empty or not."
-    if report.plan.folded:
-        return sentence
-    return f"{sentence} {FOLDING_SENTENCE}"
+    sentences = report_sentences(report.plan, report.params, report.macs, verbose=verbose)
+    return sentences + outcome_sentences(report.outcome)

@@ -1,23 +1,29 @@
 """An inspection as a table, with a row for each positions tensor, and what the columns mean."""
 
-import shlex
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..checkpoints.inspection import Inspection, PositionRow
 from ..conversion.provenance import provenance_lines
 from ..geometry import size_text
-from ..tables import Column, Table, indented, title
-from ..text import count_text, printable
-
-MANY_AT_BORDER = 0.02  # share of elements; from it on, a larger window is recommended
-LARGER_BY = 4  # cells
+from ..tables import Table, indented, title
+from ..text import count_text
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
     """Return an inspection as it is shown in a terminal of at least 80 columns."""
+    model = "" if inspection.model is None else f", {inspection.model} with DCLS"
+    heading = title(inspection.folder, model)
+    parts: list[RenderableType] = [heading, Text(), _table(inspection), Text()]
+    parts += map(indented, _sentences(inspection))
+    if inspection.provenance is not None:
+        parts += [Text(), Text(" Conversion:", style="bold")]
+        parts += map(indented, provenance_lines(inspection.provenance))
+    return Group(*parts)
+
+
+def _sentences(inspection: Inspection) -> list[str]:
+    """Say what the columns of the table mean."""
     rows = inspection.positions
     border = f"elements within {inspection.border_margin:g} cells of the window's limit"
     near = f"elements closer than {inspection.overlap_distance:g} cells"
@@ -43,28 +49,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     if largest_moves:
         largest = f"the largest is {max(largest_moves):.2f}"
         lines.append(f"Moved: mean distance from the start, in cells; {largest}.")
-    model = "" if inspection.model is None else f", {inspection.model} with DCLS"
-    heading = title(inspection.folder, model)
-    parts: list[RenderableType] = [heading, Text(), _table(inspection), Text()]
-    parts += map(indented, lines)
-    if inspection.mean_over_elements("border_share") >= MANY_AT_BORDER:
-        size = _larger_size(rows)
-        larger = shlex.join(["dcls-convert", str(inspection.folder), "--dilated-size", size])
-        if inspection.model is None:
-            larger = f"dcls_convert.convert_(model, dilated_size={size})"
-        parts.append(indented("A larger window for the same elements:"))
-        # Never wrapped, so that it can be copied.
-        parts.append(Text(f"     {printable(larger)}", no_wrap=True, overflow="ignore"))
-    if inspection.provenance is not None:
-        parts += [Text(), Text(" Conversion:", style="bold")]
-        parts += map(indented, provenance_lines(inspection.provenance))
-    return Group(*parts)
-
-
-def _larger_size(rows: Sequence[PositionRow]) -> str:
-    """Return a larger window than that of the rows, as the command line takes it."""
-    sides = {side for row in rows for side in row.dilated_size}
-    return str(sides.pop() + LARGER_BY) if len(sides) == 1 else "N"
+    return lines
 
 
 def _sides(row: PositionRow) -> str:
@@ -75,17 +60,15 @@ def _sides(row: PositionRow) -> str:
 def _table(inspection: Inspection) -> Table:
     """Return a table with a row for each positions tensor, and one for all together."""
     table = Table(
-        [
-            Column("Positions"),
-            Column("Layers"),
-            Column("Elements"),
-            Column("Border"),
-            Column("Overlap"),
-            Column("Spread"),
-            Column("Distance"),
-            Column("Sigma"),
-            Column("Moved"),
-        ]
+        "Positions",
+        "Layers",
+        "Elements",
+        "Border",
+        "Overlap",
+        "Spread",
+        "Distance",
+        "Sigma",
+        "Moved",
     )
     rows = inspection.positions
     for row in rows:

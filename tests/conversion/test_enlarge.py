@@ -153,17 +153,6 @@ def test_records_and_inspections_see_no_move_where_only_the_centre_moved(tmp_pat
     assert max(row["largest_move"] for row in json.loads(out)["positions"]) < 1e-6
 
 
-def test_inspect_names_the_command_if_many_elements_are_at_the_border(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run("test_convnext", "--dilated-size", 9, "--quiet")
-    model = load_converted("test_convnext-dcls9")
-    nn.init.constant_(model.stages[0].blocks[0].conv_dw.positions, 4)
-    nn.init.constant_(model.stages[1].blocks[0].conv_dw.positions, -4)
-    save_converted(model, "test_convnext-dcls9", "tuned")
-    out, _ = run("inspect", "tuned")
-    assert "dcls-convert tuned --dilated-size 13" in out
-
-
 def test_a_models_name_has_precedence_over_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("test_convnext", "--dilated-size", 9, "--kernel-count", 20, "--output", "test_convnext")
@@ -194,7 +183,6 @@ def test_the_command_takes_a_folder(tmp_path, monkeypatch):
     expected = load_converted("test_convnext-dcls9").eval()(images)
     torch.testing.assert_close(load_converted(report["output"]).eval()(images), expected)
     inspected, _ = run("inspect", report["output"])
-    assert "A larger window" not in inspected
     command = '"command": "dcls-convert test_convnext-dcls9 --dilated-size 13 --json"'
     assert command in " ".join(inspected.split())
     for arguments, message in {

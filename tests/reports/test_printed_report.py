@@ -64,7 +64,7 @@ def test_names_are_shown_as_text():
     odd = replace(report.layers[0], stage="[red]<s>\x1b]0;title\x07", names=("[bold]n\x9b",))
     skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
     plan = replace(report.plan, skipped=skipped, model="timm:\x1b]0;x\x07", layers=(odd,))
-    report = replace(report, plan=plan)
+    report = predict_report(plan)
     short, long = (printed(report, verbose=verbose) for verbose in (0, 2))
     assert "[red]<s>" in short
     assert "[bold]n" in long

@@ -16,7 +16,7 @@ from .predicted import predicted_report
 def test_a_number_that_is_not_finite_is_never_written():
     report = predicted_report("test_convnext")
     layer = replace(report.layers[0], fit_error=math.nan)
-    report = replace(report, plan=replace(report.plan, layers=(layer,)))
+    report = predict_report(replace(report.plan, layers=(layer,)))
     with pytest.raises(ValueError, match="JSON"):
         report.to_json()
 
@@ -56,15 +56,3 @@ def test_the_predicted_report_equals_that_of_the_converted_model(name, interpola
             replaced = sum(getattr(layer, f"{unit}_{when}") for layer in predicted.layers)
             assert replaced + untouched == getattr(getattr(predicted, unit), when)
     assert predicted.budget.used <= predicted.budget.limit
-
-
-def test_fields_have_the_names_of_the_json():
-    report = predicted_report("test_convnext", dilated_size=9)
-    data = report.to_dict()
-    for record, row in (
-        (report, data),
-        (report.layers[0], data["layers"][0]),
-        (report.skipped[0], data["skipped"][0]),
-        *((getattr(report, name), data[name]) for name in ("params", "macs", "budget")),
-    ):
-        assert [name for name in row if not hasattr(record, name)] == []
