@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..text import shortened
 from .history import Training
-from .layout import CHARACTERS_PER_INCH, LINE, MARGIN, add_axes, add_text
+from .layout import CHARACTERS_PER_INCH, LINE, MARGIN, add_axes, add_text, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ POINTS: dict[str, Any] = {"marker": ".", "markersize": 2.5, "linewidth": 0.9}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curves:
-    """Panels of speed, spread and border share.
+    """Panels of speed, spread and border share; text says which would be empty.
 
     Of one training, each curve is a positions tensor. Of several, each is a training: the mean over
     its tensors.
@@ -54,13 +54,16 @@ class Curves:
     @property
     def height(self) -> float:
         """The height that they need, in inches."""
-        text_lines = 1 if self._text else 0
+        text = self._text()
+        text_lines = text.count("\n") + 1 if text else 0
         return self._rows * HEIGHT + (text_lines + self._legend_rows) * LINE + SPACE
 
     def draw(self, part: "SubFigure") -> None:
         """Draw them on a part of a figure that has their height."""
-        add_text(part, self._text)
-        for number, field in enumerate(CURVES):
+        add_text(part, self._text())
+        fields = self._fields
+        lines = []
+        for number, field in enumerate(fields):
             row, column = divmod(number, self._columns)
             width = self.width / self._columns
             axes = add_axes(
@@ -70,23 +73,25 @@ class Curves:
                 width - PANEL_LEFT - SPACE,
                 HEIGHT - BOTTOM - TOP,
             )
-            self._draw_panel(axes, field)
-        # All panels have the same lines.
-        part.legend(
-            handles=list(axes.lines), loc="lower center", ncols=self._legend_columns, frameon=False
-        )
+            lines = self._draw_panel(axes, field)
+        if lines:
+            part.legend(
+                handles=lines, loc="lower center", ncols=self._legend_columns, frameon=False
+            )
 
-    def _draw_panel(self, axes: "Axes", field: str) -> None:
-        """Draw the curves of a field."""
+    def _draw_panel(self, axes: "Axes", field: str) -> list[Any]:
+        """Draw the curves of a field, and return them."""
         unit = self.trainings[0].unit
+        lines = []
         for label, colour, style, steps, values in self._curves(field):
-            axes.plot(steps, values, style, color=colour, label=label, **POINTS)
+            lines += axes.plot(steps, values, style, color=colour, label=label, **POINTS)
         axes.set(xlabel=unit, ylabel=CURVES[field].format(unit=unit))
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.update_datalim([(self.trainings[0].steps[0], 0)])  # with 0, for the top margin
         axes.set_ylim(bottom=0)
         # Short numbers, such as 2.5 with "1e-3" above, so that the label beside them fits.
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+        return lines
 
     def _curves(self, field: str) -> Iterator[tuple[str, Any, str, list[int], Tensor]]:
         """Return the label, colour, line style, steps and values of each curve."""
@@ -114,20 +119,37 @@ class Curves:
         return [shortened(name, LONGEST_NAME) for name in names]
 
     @property
+    def _fields(self) -> list[str]:
+        return [field for field in CURVES if self._constant(field) is None]
+
+    def _constant(self, field: str) -> str | None:
+        """Say what all values of a field are, if there is nothing to see in its curves."""
+        values = torch.cat([training.values(field).flatten() for training in self.trainings])
+        known = values[~values.isnan()]
+        if len(known) == 0:
+            return "unknown"
+        return None if known.any() else "0"
+
     def _text(self) -> str:
-        """What the lines do not say themselves."""
-        if len(self.trainings) == 1 or len(self.names) == 1:
-            return ""
-        return f"Each line is the mean over {len(self.names)} positions tensors."
+        """Return what the panels do not say themselves, in lines."""
+        sentences = []
+        if len(self.trainings) > 1 and len(self.names) > 1:
+            sentences.append(f"Each line is the mean over {len(self.names)} positions tensors.")
+        for field, label in CURVES.items():
+            constant = self._constant(field)
+            if constant is not None:
+                name = label.partition(" (")[0].capitalize()
+                sentences.append(f"{name}: {constant} in all records.")
+        return wrapped(" ".join(sentences), self.width)
 
     @property
     def _columns(self) -> int:
         most = max(int(self.width / LEAST_PANEL_WIDTH), 1)
-        return min(most, len(CURVES))
+        return max(min(most, len(self._fields)), 1)
 
     @property
     def _rows(self) -> int:
-        return math.ceil(len(CURVES) / self._columns)
+        return math.ceil(len(self._fields) / self._columns)
 
     @property
     def _legend_columns(self) -> int:

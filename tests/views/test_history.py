@@ -109,6 +109,17 @@ def test_curves_are_those_of_the_training_and_are_not_cut(tmp_path, unit):
         assert panel.get_ylim()[1] > 1.04 * max(heights)
 
 
+def test_a_panel_that_would_be_empty_is_a_sentence_instead(tracked, tmp_path):
+    model, plan, lines = tracked
+    path = write(tmp_path / "track.jsonl", edited(lines, border_share=0.0, speed=None))
+    part = curves_of(model, plan, path)
+    assert [panel.get_ylabel() for panel in part.axes] == ["spread (cells)"]
+    texts = "Speed: unknown in all records. Share at the border: 0 in all records."
+    assert texts_of(part).split() == texts.split()
+    path = write(tmp_path / "track.jsonl", edited(lines, border_share=0.0, speed=None, spread=0.0))
+    assert curves_of(model, plan, path).axes == []
+
+
 def test_a_single_speed_and_any_valid_number_are_drawn(tracked, tmp_path):
     """A run that is resumed twice, an epoch apart, has a speed between unknown ones."""
     model, plan, lines = tracked
