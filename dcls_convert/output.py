@@ -9,7 +9,6 @@ Pictures are checked before the work, too: their suffix, and whether matplotlib 
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -63,15 +62,6 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
             raise WriteError(f"output {path}: no permission to write in {parent}")
     except OSError as error:
         raise WriteError(f"output {shortened(path)}: {error.strerror}") from error
-
-
-def left_behind(output: Path) -> list[Path]:
-    """Return what runs that were stopped while they wrote this output may have left beside it."""
-    name = re.escape(output.name)
-    # As `tempfile` and `secrets` make them.
-    left = re.compile(rf"\.{name}\.[a-z0-9_]{{8}}\.partial|{name}\.[0-9a-f]{{8}}\.old")
-    folder = output.absolute().parent
-    return [path for path in folder.iterdir() if left.fullmatch(path.name)]
 
 
 @contextlib.contextmanager

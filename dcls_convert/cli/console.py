@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 import typer
@@ -17,7 +16,6 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..errors import DclsConvertError
-from ..output import left_behind
 from ..progress import Notify, ignore_messages, logger, show_progress
 from ..text import printable
 
@@ -100,15 +98,6 @@ def error(line: str) -> None:
 def note(text: str) -> None:
     """Print what the user should know, to stderr; this function is a `Note`."""
     message(f"note: {text}", style="yellow")
-
-
-def note_left_behind(output: Path) -> None:
-    """Name what runs that were stopped while they wrote an output have left beside it."""
-    for path in left_behind(output):
-        note(
-            f"{path.name}, beside {output}, was left by a run that was stopped; remove it if no "
-            "other run is writing"
-        )
 
 
 @contextlib.contextmanager

@@ -231,7 +231,6 @@ def _convert_and_save(
         assert output is not None  # `approve` has named it
         notify(f"writing {output}")
         _save(conversion, output, force=force, picture=picture)
-        console.note_left_behind(output)
         return conversion, replace(conversion.report, output=str(output))
 
 

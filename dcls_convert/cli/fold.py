@@ -64,7 +64,6 @@ def fold(
             trust_code=trust_code,
             notify=notify,
         )
-    console.note_left_behind(Path(report.output))
     if json_:
         console.write(report.to_json())
     elif quiet:

@@ -160,15 +160,3 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "kept~"]
     with pytest.raises(DclsConvertError, match="begins with ~"):
         check_output("~/three")
-
-
-def test_what_a_killed_run_left_is_named_after_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".out.a_2b4c6d.partial").mkdir()
-    (tmp_path / ".other.a_2b4c6d.partial").mkdir()
-    (tmp_path / "out.thesis.old").mkdir()
-    code, _, err = run_to_end(NET, "--input-size", "3x32x32", "--output", "out")
-    assert code == 0
-    assert ".out.a_2b4c6d.partial, beside out, was left by a run that was stopped" in err
-    assert ".other" not in err
-    assert "thesis" not in err
