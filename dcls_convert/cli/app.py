@@ -39,12 +39,6 @@ EXIT_CODES = (
 )
 # Dependencies that some users install by hand; they may be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
-# For an option that users guess in a command: what is suggested instead of typer's nearest words.
-HINTS = {
-    ("dcls-convert convert", "--size"): "--dilated-size",
-    ("dcls-convert sweep", "--size"): "--sizes 9,13",
-    ("dcls-convert sweep", "--dilated-size"): "--sizes 9,13",
-}
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if hasattr(signal, "SIGHUP"):  # not on Windows
@@ -199,9 +193,6 @@ def _parser_message(error: typer.TyperException) -> str:
     """Return what typer says about the arguments, in one line that ends with the help command."""
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "dcls-convert"
-    hint = HINTS.get((program, getattr(error, "option_name", "")))
-    if hint is not None:
-        error.possibilities = [hint]  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if not message.endswith("?"):
         message += "."

@@ -40,7 +40,7 @@ def table(rows):
     {
         # The command line itself.
         "rules nope": "No such command 'nope'",
-        f"{NET} --size 9": "No such option: --size (Possible options: --dilated-size).",
+        f"{NET} --dilated-sise 9": re.compile(r"No such option: --dilated-sise .*--dilated-size"),
         f"sweep {NET} --sizes 23..7": "runs backwards; give 7..23",
         f"sweep {NET} --sizes 7 --counts 3 --budgets 50": "counts and budgets exclude each other",
         f"{NET} {NET}": re.compile(r"extra argument.*\)\. Try"),
