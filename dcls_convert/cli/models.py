@@ -16,7 +16,6 @@ Pattern = Annotated[
         metavar="PATTERN",
         help="Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
         "If no whole name matches, a part of names. Default: all models of both registries.",
-        autocompletion=options.complete_models,
         show_default=False,
     ),
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..file_checks import builtin_rules, check_folder, check_images
+from ..file_checks import check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -62,24 +62,6 @@ def _load_rules(name: str) -> Any:
     return load_rules(name)
 
 
-def complete_models(incomplete: str) -> list[str]:
-    """Return names of models, with their registry if a colon is typed ("timm:").
-
-    This imports both registries, which takes seconds.
-    """
-    from ..networks.source import registry_names
-
-    names = registry_names()
-    if ":" not in incomplete:
-        names = [name.partition(":")[2] for name in names]
-    return list(dict.fromkeys(names))  # both registries have some names
-
-
-def complete_rules() -> list[str]:
-    """Return the names of the built-in rule sets; if none fits, shells complete files."""
-    return [AUTO, *builtin_rules()]
-
-
 # What to convert
 
 Model = Annotated[
@@ -89,7 +71,6 @@ Model = Annotated[
         help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, "
         "hf-hub:REPO, local-dir:FOLDER, or package.module:factory, which imports and runs your "
         "own code; or a folder of dcls-convert, for a larger window.",
-        autocompletion=complete_models,
         show_default=False,
     ),
 ]
@@ -141,7 +122,6 @@ Rules = Annotated[
         help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones if there are "
         "none.",
         callback=_load_rules,
-        autocompletion=complete_rules,
     ),
 ]
 Strict = Annotated[
