@@ -143,17 +143,6 @@ def test_plans_rules_and_reports_are_read_without_torch():
         assert printed in (done.stdout if code == 0 else done.stderr)
 
 
-def test_a_missing_torch_is_one_line_that_says_what_to_install():
-    program = (
-        "import sys; sys.modules['torch'] = None; "
-        "from dcls_convert.cli.app import main; main(['resnet18'])"
-    )
-    done, _ = imported_by("-c", program)
-    assert done.returncode == 2
-    last = "\nerror: torch is not installed: pip install torch torchvision timm\n"
-    assert done.stderr.endswith(last)
-
-
 @pytest.mark.parametrize("function", [dcls_convert.convert_, convert, models])
 def test_options_that_are_written_out_are_those_of_their_record(function):
     """Editors, type checkers and --help need them written out."""

@@ -1,11 +1,10 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a folder."""
 
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from ..cli import console, options
 from ..errors import DclsConvertError, PlanError
@@ -63,7 +62,6 @@ Verbose = Annotated[
 
 
 def convert(
-    context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
     weights: options.WeightsFile = None,
@@ -137,7 +135,7 @@ def convert(
         ),
         plan_folder=plan_folder,
         dry_run=dry_run,
-        command=printable(shlex.join(["dcls-convert", *context.obj])),
+        command=printable(shlex.join(["dcls-convert", *sys.argv[1:]])),
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
@@ -149,7 +147,7 @@ def convert(
     elif not quiet:
         _show(conversion, report, verbose)
     elif not dry_run:
-        console.show_path(report.output)
+        console.write(f"{report.output}\n")
 
 
 def _limit_waiting(model: str) -> None:

@@ -67,7 +67,7 @@ def fold(
     if json_:
         console.write(report.to_json())
     elif quiet:
-        console.show_path(report.output)
+        console.write(f"{report.output}\n")
     else:
         console.show(*_lines(report, FORMATS[format]))
 

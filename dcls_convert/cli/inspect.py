@@ -114,7 +114,7 @@ def inspect(
         console.write(inspection.to_json())
     elif quiet:
         if picture is not None:
-            console.show_path(picture)
+            console.write(f"{picture}\n")
     else:
         console.show(inspection_view(inspection))
         if picture is not None:

@@ -70,12 +70,6 @@ def test_what_cannot_be_a_name_on_the_hub_is_refused_with_what_can(name, option)
     refused(f"hf-hub:{name}", option, says=says)
 
 
-def test_nothing_at_all_shows_the_help():
-    out, err = run(code=2)
-    assert err == ""
-    assert "Usage: " in out
-
-
 @table(
     {
         "def build(:": re.compile("mymodel:build.*SyntaxError.*mymodel.py, line 1"),
