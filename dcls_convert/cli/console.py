@@ -54,23 +54,16 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def steps(
-    name: object, first: str = "", *, quiet: bool = False, lines: bool = True, every: float = 0.0
-) -> Iterator[Notify]:
+def steps(name: object, first: str = "", *, quiet: bool = False) -> Iterator[Notify]:
     """Show progress as `show_progress` does, and yield the function that reports a step.
 
     Args:
         name: What the steps belong to, such as a model; printed before each step.
         first: First step, shown while the block imports its modules, which takes seconds.
-        lines: If stderr is not a terminal, write a line for each step.
-        every: Minimum number of seconds between two lines, for steps with a total.
     """
-    progress: contextlib.AbstractContextManager[Notify]
+    progress = show_progress(str(name), redirect=True)
     if quiet:
         progress = contextlib.nullcontext(ignore_messages)
-    else:
-        write_line = message if lines else ignore_messages
-        progress = show_progress(str(name), every=every, write_line=write_line, redirect=True)
     # Models and their loaders may print to stdout, but what they print is not a result.
     with contextlib.redirect_stdout(sys.stderr), progress as notify:
         if first:
