@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -35,16 +34,12 @@ def net(num_classes: int = 3, size: int = 7) -> nn.Module:
 
 def exit_code(*arguments: object) -> int:
     """Run `dcls-convert ARGUMENTS` with the stdout and stderr of the test; return its exit code."""
-    hook = sys.unraisablehook
     handler = signal.getsignal(signal.SIGTERM)
-    timeout = socket.getdefaulttimeout()
     command = ["dcls-convert", *map(str, arguments)]
     try:
         with pytest.raises(SystemExit) as stopped, patch.object(sys, "argv", command):
             main()
     finally:
-        sys.unraisablehook = hook
-        socket.setdefaulttimeout(timeout)
         # Restored here, not in a fixture of each test: session-wide fixtures run commands, too.
         signal.signal(signal.SIGTERM, handler)
     return stopped.value.code

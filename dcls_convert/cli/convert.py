@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..planning.plan import DraftPlan
     from ..reports.report import ConversionReport
 
-PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for one request
-
 OutputFolder = Annotated[
     Path | None,
     options.output_option(
@@ -77,7 +75,6 @@ def convert(
     scope: options.ScopeOption = "auto",
     tie: options.TieOption = "stage",
     budget: options.Budget = DEFAULT_BUDGET,
-    max_macs: options.MaxMacs = None,
     interpolation: options.InterpolationOption = None,
     calibration: options.Calibrate = None,
     most_images: options.ImagesOption = None,
@@ -140,7 +137,7 @@ def convert(
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
     conversion, report = _convert_and_save(
-        request, output, max_macs=max_macs, picture=picture, force=force, quiet=quiet
+        request, output, picture=picture, force=force, quiet=quiet
     )
     if json_:
         console.write(report.to_json())
@@ -150,34 +147,10 @@ def convert(
         console.write(f"{report.output}\n")
 
 
-def _limit_waiting(model: str) -> None:
-    """Give up on servers that do not answer a download for the model, in this process.
-
-    The hub's client would ask six times for each file, with a warning and a wait after each. So ask
-    the hub once; if it does not answer, the client reads its cache alone, as with HF_HUB_OFFLINE=1.
-    """
-    import socket
-
-    from huggingface_hub import constants, get_session, utils
-
-    socket.setdefaulttimeout(PATIENCE)  # of torchvision's downloads, which else wait for ever
-    if model.startswith("torchvision:") or constants.HF_HUB_OFFLINE:
-        return
-    try:
-        answers = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code < 500
-    except Exception:  # of requests, httpx or httpx2: whichever library this version uses
-        answers = False
-    if not answers:
-        constants.HF_HUB_OFFLINE = True
-        if hasattr(utils, "reset_sessions"):  # before 1.0: a session begun online stays online
-            utils.reset_sessions()
-
-
 def _convert_and_save(
     request: "ConversionRequest",
     output: Path | None,
     *,
-    max_macs: float | None,
     picture: bool,
     force: bool,
     quiet: bool,
@@ -193,8 +166,6 @@ def _convert_and_save(
 
     def approve(draft: "DraftPlan", start_name: str) -> None:
         nonlocal output
-        if max_macs is not None:
-            _check_macs(request, draft, start_name, max_macs)
         if not request.dry_run:
             output = output or _default_output(request, draft, start_name)
             check_folder(output)
@@ -204,8 +175,6 @@ def _convert_and_save(
     if output is not None and not request.dry_run:
         check_folder(output)
     name = str(request.network.model)
-    if (request.network.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
-        _limit_waiting(name)
     with console.steps(name, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_folder
         from ..conversion.convert import carry_out
@@ -272,23 +241,6 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
 
         figure = draw(conversion.report.plan, model.state_dict(), ".png")
     save_just_converted(model, output, report=conversion.report, force=force, picture=figure)
-
-
-def _check_macs(
-    request: "ConversionRequest", draft: "DraftPlan", start_name: str, max_macs: float
-) -> None:
-    """Refuse a conversion that adds more to the MACs than allowed, in percent."""
-    from ..reports.costs import macs_of_model
-
-    macs = macs_of_model(draft)
-    if macs.percent is None:
-        raise PlanError(f"--max-macs: the MACs could not be counted: {macs.note}")
-    if macs.percent > max_macs:
-        sweep = _sweep_command(request, draft, start_name)
-        raise PlanError(
-            f"{request.network.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
-            f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: {sweep}"
-        )
 
 
 def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> str:

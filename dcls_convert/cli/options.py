@@ -3,14 +3,13 @@
 Imports no torch: --help reads this file.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..file_checks import check_folder, check_images
+from ..file_checks import check_folder
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -25,11 +24,9 @@ from ..options import (
     Scope,
     Tie,
 )
-from ..weights.find_file import find_weights_file
 from .parsing import (
-    parse_added_percent,
     parse_budget,
-    parse_count_or_auto,
+    parse_count,
     parse_input_size,
     parse_numbers,
     parse_window,
@@ -40,17 +37,6 @@ model_option = partial(typer.Option, rich_help_panel="What to convert")
 elements_option = partial(typer.Option, rich_help_panel="How many elements")
 start_option = partial(typer.Option, rich_help_panel="Where they start")
 output_option = partial(typer.Option, rich_help_panel="Output")
-
-
-def _checked(check: Callable[[Path], object]) -> Callable[[Path | None], Path | None]:
-    """Return a callback that checks a path, if one is given."""
-
-    def callback(path: Path | None) -> Path | None:
-        if path is not None:
-            check(path)
-        return path
-
-    return callback
 
 
 def _load_rules(name: str) -> Any:
@@ -89,7 +75,6 @@ WeightsFile = Annotated[
         metavar="FILE",
         help="Start from a safetensors or torch file (also of the DCLS authors), "
         "an index of shards, or the weights in a folder.",
-        callback=_checked(find_weights_file),
     ),
 ]
 CheckpointKey = Annotated[
@@ -138,7 +123,6 @@ PlanFolder = Annotated[
         "--plan",
         metavar="FOLDER",
         help="Apply the plan of a folder to other weights of the same model.",
-        callback=_checked(check_folder),
     ),
 ]
 
@@ -160,7 +144,7 @@ KernelCount = Annotated[
     elements_option(
         metavar="N|auto",
         help="Elements in a kernel; auto: as many as the budget allows.",
-        parser=parse_count_or_auto,
+        parser=parse_count,
     ),
 ]
 ScopeOption = Annotated[
@@ -183,14 +167,6 @@ Budget = Annotated[
         parser=parse_budget,
     ),
 ]
-MaxMacs = Annotated[
-    Any,
-    elements_option(
-        metavar="PERCENT",
-        help="Write nothing if this would add more to the MACs, such as +50%.",
-        parser=parse_added_percent,
-    ),
-]
 InterpolationOption = Annotated[
     InterpolationName | None,
     elements_option(
@@ -208,7 +184,8 @@ Calibrate = Annotated[
         "--calibrate",
         metavar="FOLDER",
         help="Folder of images; match the network's outputs on them instead of its kernels.",
-        callback=_checked(check_images),
+        exists=True,
+        file_okay=False,
     ),
 ]
 ImagesOption = Annotated[
