@@ -114,7 +114,6 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
         ("convert --help", 0, "--dilated-size"),
         ("rules list", 0, "depthwise"),
         ("fold nowhere", 2, "nowhere: is not a folder"),
-        ("resnet18 --output /tmp", 2, "output /tmp already exists"),
     ],
 )
 def test_the_command_line_answers_without_torch(line, code, printed):

@@ -61,9 +61,9 @@ def steps(name: object, first: str = "", *, quiet: bool = False) -> Iterator[Not
         name: What the steps belong to, such as a model; printed before each step.
         first: First step, shown while the block imports its modules, which takes seconds.
     """
-    progress = show_progress(str(name), redirect=True)
-    if quiet:
-        progress = contextlib.nullcontext(ignore_messages)
+    progress: contextlib.AbstractContextManager[Notify] = contextlib.nullcontext(ignore_messages)
+    if not quiet:
+        progress = show_progress(str(name), redirect=True)
     # Models and their loaders may print to stdout, but what they print is not a result.
     with contextlib.redirect_stdout(sys.stderr), progress as notify:
         if first:

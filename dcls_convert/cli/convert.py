@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..conversion.convert import Conversion
     from ..conversion.request import ConversionRequest
     from ..planning.plan import DraftPlan
-    from ..reports.report import ConversionReport
 
 OutputFolder = Annotated[
     Path | None,
@@ -136,49 +135,35 @@ def convert(
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
-    conversion, report = _convert_and_save(
-        request, output, picture=picture, force=force, quiet=quiet
-    )
+    conversion = _convert_and_save(request, output, picture=picture, force=force, quiet=quiet)
     if json_:
-        console.write(report.to_json())
+        console.write(conversion.report.to_json())
     elif not quiet:
-        _show(conversion, report, verbose)
+        _show(conversion, verbose)
     elif not dry_run:
-        console.write(f"{report.output}\n")
+        console.write(f"{conversion.report.output}\n")
 
 
 def _convert_and_save(
-    request: "ConversionRequest",
-    output: Path | None,
-    *,
-    picture: bool,
-    force: bool,
-    quiet: bool,
-) -> tuple["Conversion", "ConversionReport"]:
-    """Convert, and write the folder; also return the report with the folder's name.
+    request: "ConversionRequest", output: Path | None, *, picture: bool, force: bool, quiet: bool
+) -> "Conversion":
+    """Convert, and write the folder, whose name is then in the report.
 
     Without `output`, it gets its default name.
     """
-    from ..output import check_figure_library, check_output_path
-
-    def check_folder(folder: Path) -> None:
-        check_output_path(folder, force=force, why_keep=_why_keep)
-
-    def approve(draft: "DraftPlan", start_name: str) -> None:
-        nonlocal output
-        if not request.dry_run:
-            output = output or _default_output(request, draft, start_name)
-            check_folder(output)
+    from ..output import check_figure_library
 
     if picture:
         check_figure_library()
-    if output is not None and not request.dry_run:
-        check_folder(output)
-    name = str(request.network.model)
-    with console.steps(name, "loading", quiet=quiet) as notify:
+    with console.steps(request.network.model, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_folder
+        from ..checkpoints.save import check_output
         from ..conversion.convert import carry_out
         from ..running.process_settings import check_device
+
+        def approve(draft: "DraftPlan", start_name: str) -> None:
+            if not request.dry_run:
+                check_output(output or _default_output(request, draft, start_name), force=force)
 
         if request.network.device is not None:
             check_device(request.network.device)
@@ -194,11 +179,12 @@ def _convert_and_save(
             note=console.note,
         )
         if request.dry_run:
-            return conversion, conversion.report
-        assert output is not None  # `approve` has named it
-        notify(f"writing {output}")
-        _save(conversion, output, force=force, picture=picture)
-        return conversion, replace(conversion.report, output=str(output))
+            return conversion
+        report = conversion.report
+        folder = output or _default_output(request, report.plan, conversion.start_name)
+        notify(f"writing {folder}")
+        _save(conversion, folder, force=force, picture=picture)
+        return replace(conversion, report=replace(report, output=str(folder)))
 
 
 def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest":
@@ -220,11 +206,6 @@ def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest"
     opened = open_folder(folder)
     if opened.plan.folded:
         raise PlanError(f"{folder}: is folded, so it has no elements to give a larger window")
-    if opened.stored_source is None or not opened.stored_source.is_from_registry:
-        raise PlanError(
-            f"{folder}: only your own code can build its network; in Python, load it by "
-            "load_converted(folder, model=...), and call convert_(model, dilated_size=...)"
-        )
     from ..checkpoints.load import load_converted
 
     return replace(request, network=replace(request.network, model=load_converted(folder)))
@@ -256,11 +237,12 @@ def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name:
     return shell_command(network, replace(request.options, dilated_size=AUTO), command="sweep")
 
 
-def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) -> None:
+def _show(conversion: "Conversion", verbose: int) -> None:
     """Print the report and, if a folder was written, the next steps."""
     from ..reports.report import report_view
     from ..views.next_steps import next_steps
 
+    report = conversion.report
     steps = []
     if report.output is not None:
         steps = next_steps(conversion, Path(report.output))
@@ -307,10 +289,3 @@ def _default_output(request: "ConversionRequest", draft: "DraftPlan", start_name
     if start_name == FROM_CONVERTED:
         path = path.resolve()  # of "."
     return Path(f"{path.name}-dcls{size}{counts}{suffix}")
-
-
-def _why_keep(path: Path) -> str | None:
-    """Say why a folder must not replace this path; None if it may."""
-    from ..checkpoints.stored_weights import why_not_our_folder  # imports torch
-
-    return why_not_our_folder(path)
