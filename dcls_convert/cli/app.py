@@ -169,6 +169,4 @@ def _parser_message(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "dcls-convert"
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-    if not message.endswith("?"):
-        message += "."
-    return f"{message} Try '{program} --help'."
+    return f"{message}. Try '{program} --help'."
