@@ -35,33 +35,21 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
         force: Accept a path that exists, if `why_keep` gives no reason to keep it.
         why_keep: Returns why an existing path must be kept; None if it may be replaced.
     """
-    try:
-        if path.parts[:1] and path.parts[0].startswith("~"):
-            raise CheckpointError(
-                f"output {path}: begins with ~; give the whole path, as os.path.expanduser does"
-            )
-        if path.name in ("", ".."):
-            raise CheckpointError(
-                f"output {path}: name a new folder, not one that is there already"
-            )
-        # For a name that is too long, `is_symlink` and `exists` raise OSError.
-        if path.is_symlink() or path.exists():
-            if not force and path.is_dir():  # `why_keep` reads its files, which takes longer
-                raise OutputExistsError(path)
-            reason = why_keep(path)
-            if reason is not None:
-                raise CheckpointError(
-                    f"output {path} {reason}, so it is left as it is; name another"
-                )
-            if not force:
-                raise OutputExistsError(path)
-        parent = next(parent for parent in path.absolute().parents if parent.exists())
-        if not parent.is_dir():
-            raise CheckpointError(f"output {path}: {parent} is not a folder")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise WriteError(f"output {path}: no permission to write in {parent}")
-    except OSError as error:
-        raise WriteError(f"output {shortened(path)}: {error.strerror}") from error
+    if path.parts[:1] and path.parts[0].startswith("~"):
+        raise CheckpointError(
+            f"output {path}: begins with ~; give the whole path, as os.path.expanduser does"
+        )
+    if path.is_symlink() or path.exists():
+        reason = why_keep(path)
+        if reason is not None:
+            raise CheckpointError(f"output {path} {reason}, so it is left as it is; name another")
+        if not force:
+            raise OutputExistsError(path)
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise CheckpointError(f"output {path}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WriteError(f"output {path}: no permission to write in {parent}")
 
 
 @contextlib.contextmanager
