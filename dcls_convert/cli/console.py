@@ -35,22 +35,14 @@ def write(text: str) -> None:
     print(printable(text, keep="\n\t"), end="", flush=True)
 
 
-def message(text: str, style: str = "") -> None:
-    """Print one line to stderr, above the bar of `steps`, to which only sys.stderr leads."""
-    console = Console(stderr=True, highlight=False)
-    with console.capture() as captured:
-        console.print(Text(printable(text), style=style), soft_wrap=True)
-    print(captured.get(), end="", file=sys.stderr, flush=True)
-
-
 def error(line: str) -> None:
     """Print an error, to stderr."""
-    message(f"error: {line}", style="red")
+    _message(f"error: {line}", style="red")
 
 
 def note(text: str) -> None:
     """Print what the user should know, to stderr; this function is a `Note`."""
-    message(f"note: {text}", style="yellow")
+    _message(f"note: {text}", style="yellow")
 
 
 @contextlib.contextmanager
@@ -69,3 +61,11 @@ def steps(name: object, first: str = "", *, quiet: bool = False) -> Iterator[Not
         if first:
             notify(first)
         yield notify
+
+
+def _message(text: str, style: str) -> None:
+    """Print one line to stderr, above the bar of `steps`, to which only sys.stderr leads."""
+    console = Console(stderr=True, highlight=False)
+    with console.capture() as captured:
+        console.print(Text(printable(text), style=style), soft_wrap=True)
+    print(captured.get(), end="", file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ from ..cli import console, options
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..text import printable
 from .parsing import parse_keywords
 from .shell_command import shell_command
 
@@ -131,7 +130,7 @@ def convert(
         ),
         plan_folder=plan_folder,
         dry_run=dry_run,
-        command=printable(shlex.join(["dcls-convert", *sys.argv[1:]])),
+        command=shlex.join(["dcls-convert", *sys.argv[1:]]),
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
