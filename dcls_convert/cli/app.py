@@ -107,7 +107,8 @@ class Failure:
 def main() -> None:
     """Run the command line, print at most one line of error, and end the process."""
     arguments = sys.argv[1:]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, blocks are left
+    # SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that what is half-written is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # cp1252 has no arrows
     failure = None
