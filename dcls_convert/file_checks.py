@@ -53,22 +53,15 @@ def check_file(path: Path, what: str = "weights file") -> None:
         CheckpointError: There is none. The message begins with `what` (which may be "") and the
             path.
     """
+    if path.is_file():
+        return
     name = str(path)
-    try:
-        if path.is_file():
-            return
-        problem = "there is no such file"
-        if URL.match(path.as_posix()):
-            name = path.as_posix().replace(":/", "://", 1)
-            problem = "download it first; URLs are not read"
-        elif path.is_dir():
-            problem = "is a folder; name the file in it"
-        elif path.exists():
-            problem = "is not a file"
-        elif path.is_symlink():
-            problem = "is a broken link"
-    except OSError as error:
-        problem = str(error.strerror)
+    problem = "there is no such file"
+    if URL.match(path.as_posix()):
+        name = path.as_posix().replace(":/", "://", 1)
+        problem = "download it first; URLs are not read"
+    elif path.exists():
+        problem = "is not a file"
     raise CheckpointError(f"{what} {shortened(name, 200)}: {problem}".lstrip())
 
 

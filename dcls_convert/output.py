@@ -1,15 +1,14 @@
 """Write outputs that appear whole or not at all.
 
-An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old folder
-is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A process that is stopped at the
-wrong moment may leave these behind; the program does not remove them later.
+An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old one is
+first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A process that is stopped at the wrong
+moment may leave these behind; the program does not remove them later.
 
 Pictures are checked before the work, too: their suffix, and whether matplotlib is installed.
 """
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -36,42 +35,21 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
         force: Accept a path that exists, if `why_keep` gives no reason to keep it.
         why_keep: Returns why an existing path must be kept; None if it may be replaced.
     """
-    try:
-        if path.parts[:1] and path.parts[0].startswith("~"):
-            raise CheckpointError(
-                f"output {path}: begins with ~; give the whole path, as os.path.expanduser does"
-            )
-        if path.name in ("", ".."):
-            raise CheckpointError(
-                f"output {path}: name a new folder, not one that is there already"
-            )
-        # For a name that is too long, `is_symlink` and `exists` raise OSError.
-        if path.is_symlink() or path.exists():
-            if not force and path.is_dir():  # `why_keep` reads its files, which takes longer
-                raise OutputExistsError(path)
-            reason = why_keep(path)
-            if reason is not None:
-                raise CheckpointError(
-                    f"output {path} {reason}, so it is left as it is; name another"
-                )
-            if not force:
-                raise OutputExistsError(path)
-        parent = next(parent for parent in path.absolute().parents if parent.exists())
-        if not parent.is_dir():
-            raise CheckpointError(f"output {path}: {parent} is not a folder")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise WriteError(f"output {path}: no permission to write in {parent}")
-    except OSError as error:
-        raise WriteError(f"output {shortened(path)}: {error.strerror}") from error
-
-
-def left_behind(output: Path) -> list[Path]:
-    """Return what runs that were stopped while they wrote this output may have left beside it."""
-    name = re.escape(output.name)
-    # As `tempfile` and `secrets` make them.
-    left = re.compile(rf"\.{name}\.[a-z0-9_]{{8}}\.partial|{name}\.[0-9a-f]{{8}}\.old")
-    folder = output.absolute().parent
-    return [path for path in folder.iterdir() if left.fullmatch(path.name)]
+    if path.parts[:1] and path.parts[0].startswith("~"):
+        raise CheckpointError(
+            f"output {path}: begins with ~; give the whole path, as os.path.expanduser does"
+        )
+    if path.is_symlink() or path.exists():
+        reason = why_keep(path)
+        if reason is not None:
+            raise CheckpointError(f"output {path} {reason}, so it is left as it is; name another")
+        if not force:
+            raise OutputExistsError(path)
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise CheckpointError(f"output {path}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WriteError(f"output {path}: no permission to write in {parent}")
 
 
 @contextlib.contextmanager
@@ -94,10 +72,7 @@ def new_output(output: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path
             for part in (*parts, new):
                 final = output.with_name(part.name)
                 check_output_path(final, force=force, why_keep=why_keep)
-            if new.is_file():
-                _publish_files(new, parts, output)
-            else:
-                _publish_folder(new, output, force)
+            _publish([*parts, new], folder, force)
     except (OSError, SafetensorError) as error:
         state = "nothing was left there"
         if os.path.lexists(output):
@@ -107,44 +82,31 @@ def new_output(output: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path
         ) from error
 
 
-def _publish_files(new: Path, parts: Sequence[Path], output: Path) -> None:
-    """Give a new file its final name, in place of an old one, and before it those of its parts.
+def _publish(entries: Sequence[Path], folder: Path, force: bool) -> None:
+    """Move new files, or one new folder, into a folder; with `force`, in place of old ones.
 
-    If this fails, the old parts are there again, or none if there were none.
+    The last entry is the output itself. If it is not moved, all is as it was.
     """
     token = secrets.token_hex(4)
+    moves = []
+    for new in entries:
+        moves.append((new, folder / new.name, folder / f"{new.name}.{token}.old"))
     try:
-        for part in parts:
-            final = output.with_name(part.name)
-            if os.path.lexists(final):
-                final.rename(final.with_name(f"{final.name}.{token}.old"))
-            part.rename(final)
-        os.replace(new, output)
+        for new, final, old in moves:
+            if force and os.path.lexists(final):
+                final.rename(old)
+            new.rename(final)
     finally:
-        is_published = not os.path.lexists(new)
-        for part in parts:
-            final = output.with_name(part.name)
-            old = final.with_name(f"{final.name}.{token}.old")
-            if is_published:
+        is_published = not os.path.lexists(entries[-1])
+        for new, final, old in moves:
+            if is_published and old.is_dir():
+                shutil.rmtree(old, ignore_errors=True)
+            elif is_published:
                 old.unlink(missing_ok=True)
             elif os.path.lexists(old):
                 os.replace(old, final)
-            elif not os.path.lexists(part):
+            elif not os.path.lexists(new):
                 final.unlink()
-
-
-def _publish_folder(new: Path, output: Path, force: bool) -> None:
-    """Give a new folder its final name; with `force`, in place of what has this name."""
-    old = output.with_name(f"{output.name}.{secrets.token_hex(4)}.old")
-    try:
-        if force and os.path.lexists(output):
-            output.rename(old)
-        new.rename(output)
-    finally:
-        if os.path.lexists(output):
-            shutil.rmtree(old, ignore_errors=True)
-        elif os.path.lexists(old):
-            old.rename(output)
 
 
 def why_not_a_file(path: Path) -> str | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcls_convert")  # how a layer convolves, at DEBUG
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
+SECONDS_BETWEEN_LINES = 10.0  # of steps with a total, where there is no bar
 BAR_WIDTH = 16  # terminal columns
 # A callback for messages to the user.
 Note = Callable[[str], None]
@@ -35,26 +36,13 @@ def ignore_messages(text: str, done: int = 0, total: int = 0, /) -> None:
     """A `Notify`, or a `Note`, that shows nothing."""
 
 
-def _print_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def show_progress(
-    name: str,
-    *,
-    wait: float = 0.0,
-    every: float = 0.0,
-    write_line: Note = _print_line,
-    redirect: bool = False,
-) -> Iterator[Notify]:
+def show_progress(name: str, *, wait: float = 0.0, redirect: bool = False) -> Iterator[Notify]:
     """Show progress until the block ends.
 
     Args:
         name: The task that the steps belong to; shown before each step.
         wait: Seconds at the start in which nothing is shown.
-        every: Minimum seconds between two lines, for steps with a total.
-        write_line: Called if there is no bar.
         redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.
     """
     name = shortened(name)
@@ -73,8 +61,8 @@ def show_progress(
         if bar is not None:
             _show_on_bar(bar, line, done, total)
         elif not total or now >= next_line_time:
-            next_line_time = now + every
-            write_line(line)
+            next_line_time = now + SECONDS_BETWEEN_LINES
+            print(line, file=sys.stderr, flush=True)
 
     try:
         yield step
@@ -129,16 +117,11 @@ def show_progress_in_python(
 
     A `progress` of None shows it if somebody may be looking at stderr.
     """
-    if progress is None:
-        progress = is_stderr_watched()
+    if progress is None:  # on a terminal or in a notebook
+        progress = "ipykernel" in sys.modules or _is_stderr_a_terminal()
     if not progress:
         return contextlib.nullcontext(ignore_messages)
     return show_progress(name, wait=SECONDS_UNSEEN)
-
-
-def is_stderr_watched() -> bool:
-    """True if somebody may be looking at stderr: on a terminal or in a notebook."""
-    return "ipykernel" in sys.modules or _is_stderr_a_terminal()
 
 
 def _is_stderr_a_terminal() -> bool:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -13,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from dcls_convert.cli.app import SIGNALS, main
+from dcls_convert.cli.app import main
 
 NET = f"{__name__}:net"
 
@@ -35,19 +34,14 @@ def net(num_classes: int = 3, size: int = 7) -> nn.Module:
 
 def exit_code(*arguments: object) -> int:
     """Run `dcls-convert ARGUMENTS` with the stdout and stderr of the test; return its exit code."""
-    hook = sys.unraisablehook
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    timeout = socket.getdefaulttimeout()
+    handler = signal.getsignal(signal.SIGTERM)
     command = ["dcls-convert", *map(str, arguments)]
     try:
         with pytest.raises(SystemExit) as stopped, patch.object(sys, "argv", command):
             main()
     finally:
-        sys.unraisablehook = hook
-        socket.setdefaulttimeout(timeout)
         # Restored here, not in a fixture of each test: session-wide fixtures run commands, too.
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, handler)
     return stopped.value.code
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before onnxruntime is imported
@@ -43,16 +42,6 @@ def tiny() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return timm.create_model(TINY).eval()
-
-
-@pytest.fixture
-def signals_restored():
-    """Restore the handlers that the command line sets for the rest of its process."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ def _xterm(monkeypatch):
 @pytest.mark.parametrize("progress", [None, True])
 def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
     monkeypatch.setattr("dcls_convert.progress.SECONDS_UNSEEN", 0)
+    monkeypatch.setattr("dcls_convert.progress.SECONDS_BETWEEN_LINES", 0)
     convert_(net(), dilated_size=9, input_size=(3, 32, 32), init="fit", progress=progress)
     out, err = capfd.readouterr()
     assert out == ""
@@ -58,7 +59,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "dumb")
-    with show_progress("\x1b]0;x\x07", every=60) as notify:
+    with show_progress("\x1b]0;x\x07") as notify:
         for number in range(3):
             notify(f"layer {number}", number, 3)
         notify("writing")

@@ -4,12 +4,12 @@ An error is reported in one line. Importing this module imports no torch.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -30,26 +30,13 @@ from .verify import verify
 
 EXIT_BUG = 1
 EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 130  # by Ctrl-C; for another signal, 128 plus its number, as in shells
+EXIT_INTERRUPTED = 130  # also typer's code for Ctrl-C
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 a bug, or stdout could not be written; "
-    "2 a mistake in the input, or no disk space or memory left; "
+    "Exit codes: 0 done; 1 a bug; 2 a mistake in the input, or no disk space or memory left; "
     "3 nothing in the model can be converted; 4 verify could not check the model; "
-    "130 interrupted, 143 terminated."
+    "130 interrupted."
 )
-# Dependencies that some users install by hand; they may be missing.
-NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
-# For an option that users guess in a command: what is suggested instead of typer's nearest words.
-HINTS = {
-    ("dcls-convert convert", "--size"): "--dilated-size",
-    ("dcls-convert sweep", "--size"): "--sizes 9,13",
-    ("dcls-convert sweep", "--dilated-size"): "--sizes 9,13",
-}
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):  # not on Windows
-    SIGNALS.append(signal.SIGHUP)
-
 
 app = typer.Typer(
     name="dcls-convert",
@@ -117,44 +104,30 @@ class Failure:
     exit_code: int = EXIT_MISTAKE
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run the command line, print at most one line of error, and end the process."""
-    if arguments is None:
-        arguments = sys.argv[1:]
-    arguments = list(arguments)
-    nothing_asked = arguments in ([], ["rules"])  # as by `dcls-convert $MODEL` without a MODEL
-    if nothing_asked:
-        arguments.append("--help")
-    _install_signal_handlers()
-    console.set_up()
+    arguments = sys.argv[1:]
+    # SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that what is half-written is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # cp1252 has no arrows
     failure = None
     try:
-        console.log_if_asked()
         code = typer.main.get_command(app).main(
-            arguments, prog_name="dcls-convert", standalone_mode=False, obj=arguments
+            arguments or ["--help"], prog_name="dcls-convert", standalone_mode=False
         )
-        # None, or the code of a typer.Exit, which typer also makes of a KeyboardInterrupt.
-        code = code or (EXIT_MISTAKE if nothing_asked else 0)
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
     except Exception as error:
         failure = _failure(error)
-        code = failure.exit_code
-    # A library may have turned the KeyboardInterrupt into another error.
-    if code and console.interrupts:
-        code = 128 + console.interrupts[0]
-        failure = Failure(error="interrupted", kind="interrupted", exit_code=code)
-    # Only the last line is left to print; a signal must not interrupt that.
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    result = ""
+    else:
+        if code == EXIT_INTERRUPTED:
+            failure = Failure(error="interrupted", kind="interrupted", exit_code=code)
     if failure is not None:
         console.error(failure.error)
         if "--json" in arguments:
-            result = json.dumps(asdict(failure)) + "\n"
-    with contextlib.suppress(console.OutputError, typer.Exit):
-        console.write(result)  # which also flushes what libraries have printed
-    sys.exit(code)
+            with contextlib.suppress(OSError):  # stdout may be what failed
+                console.write(json.dumps(asdict(failure)) + "\n")
+        code = failure.exit_code
+    sys.exit(code or 0)
 
 
 def _failure(error: Exception) -> Failure:
@@ -172,9 +145,6 @@ def _failure(error: Exception) -> Failure:
         if error.filename:
             reason = f"'{shortened(error.filename)}': {reason}"
         return Failure(error=reason, kind="os")
-    if isinstance(error, ModuleNotFoundError) and error.name in NETWORK_LIBRARIES:
-        install = f"pip install {' '.join(NETWORK_LIBRARIES)}"
-        return Failure(error=f"{error.name} is not installed: {install}", kind="not_installed")
     if is_out_of_memory(error):
         return Failure(error="out of memory", kind="memory")
     if os.environ.get(TRACEBACK_VARIABLE):
@@ -199,26 +169,5 @@ def _parser_message(error: typer.TyperException) -> str:
     """Return what typer says about the arguments, in one line that ends with the help command."""
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "dcls-convert"
-    hint = HINTS.get((program, getattr(error, "option_name", "")))
-    if hint is not None:
-        error.possibilities = [hint]  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-    if not message.endswith("?"):
-        message += "."
-    return f"{message} Try '{program} --help'."
-
-
-def _install_signal_handlers() -> None:
-    """Make signals raise KeyboardInterrupt, and record each in `console.interrupts`.
-
-    Signals that the parent process ignores stay ignored (nohup, a shell's background job).
-    """
-    console.interrupts.clear()
-
-    def interrupt(number: int, _frame: object) -> None:
-        console.interrupts.append(number)
-        raise KeyboardInterrupt
-
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
+    return f"{message}. Try '{program} --help'."

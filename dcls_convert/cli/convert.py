@@ -1,17 +1,15 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a folder."""
 
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from ..cli import console, options
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..text import printable
 from .parsing import parse_keywords
 from .shell_command import shell_command
 
@@ -19,9 +17,6 @@ if TYPE_CHECKING:
     from ..conversion.convert import Conversion, Prepared
     from ..conversion.request import ConversionRequest
     from ..planning.plan import DraftPlan
-    from ..reports.report import ConversionReport
-
-PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for one request
 
 OutputFolder = Annotated[
     Path | None,
@@ -63,7 +58,6 @@ Verbose = Annotated[
 
 
 def convert(
-    context: typer.Context,
     model: options.Model,
     pretrained: options.Pretrained = False,
     weights: options.WeightsFile = None,
@@ -79,7 +73,6 @@ def convert(
     scope: options.ScopeOption = "auto",
     tie: options.TieOption = "stage",
     budget: options.Budget = DEFAULT_BUDGET,
-    max_macs: options.MaxMacs = None,
     interpolation: options.InterpolationOption = None,
     calibration: options.Calibrate = None,
     most_images: options.ImagesOption = None,
@@ -137,68 +130,33 @@ def convert(
         ),
         plan_folder=plan_folder,
         dry_run=dry_run,
-        command=printable(shlex.join(["dcls-convert", *context.obj])),
+        command=shlex.join(["dcls-convert", *sys.argv[1:]]),
     )
     if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
-    conversion, report = _convert_and_save(
-        request, output, max_macs=max_macs, picture=picture, force=force, quiet=quiet
-    )
+    conversion = _convert_and_save(request, output, picture=picture, force=force, quiet=quiet)
     if json_:
-        console.write(report.to_json())
+        console.write(conversion.report.to_json())
     elif not quiet:
-        _show(conversion, report, verbose)
+        _show(conversion, verbose)
     elif not dry_run:
-        console.show_path(report.output)
-
-
-def _limit_waiting(model: str) -> None:
-    """Give up on servers that do not answer a download for the model, in this process.
-
-    The hub's client would ask six times for each file, with a warning and a wait after each. So ask
-    the hub once; if it does not answer, the client reads its cache alone, as with HF_HUB_OFFLINE=1.
-    """
-    import socket
-
-    from huggingface_hub import constants, get_session, utils
-
-    socket.setdefaulttimeout(PATIENCE)  # of torchvision's downloads, which else wait for ever
-    if model.startswith("torchvision:") or constants.HF_HUB_OFFLINE:
-        return
-    try:
-        answers = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code < 500
-    except Exception:  # of requests, httpx or httpx2: whichever library this version uses
-        answers = False
-    if not answers:
-        constants.HF_HUB_OFFLINE = True
-        if hasattr(utils, "reset_sessions"):  # before 1.0: a session begun online stays online
-            utils.reset_sessions()
+        console.write(f"{conversion.report.output}\n")
 
 
 def _convert_and_save(
-    request: "ConversionRequest",
-    output: Path | None,
-    *,
-    max_macs: float | None,
-    picture: bool,
-    force: bool,
-    quiet: bool,
-) -> tuple["Conversion", "ConversionReport"]:
-    """Convert, and write the folder; also return the report with the folder's name.
+    request: "ConversionRequest", output: Path | None, *, picture: bool, force: bool, quiet: bool
+) -> "Conversion":
+    """Convert, and write the folder, whose name is then in the report.
 
     Without `output`, it gets its default name.
     """
-    from ..output import check_figure_library, check_output_path
+    from ..output import check_figure_library
 
     if picture:
         check_figure_library()
-    if output is not None and not request.dry_run:
-        check_output_path(output, force=force, why_keep=_why_keep)
-    name = str(request.network.model)
-    if (request.network.pretrained or name.startswith("hf-hub:")) and not request.dry_run:
-        _limit_waiting(name)
-    with console.steps(name, "loading", quiet=quiet) as notify:
+    with console.steps(request.network.model, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_folder
+        from ..checkpoints.save import check_output
         from ..conversion.convert import finish_, prepare
         from ..running.process_settings import check_device
 
@@ -214,19 +172,15 @@ def _convert_and_save(
             warn=console.note,
             note=console.note,
         )
-        if max_macs is not None:
-            _check_macs(request, prepared, max_macs)
         if request.dry_run:
-            conversion = prepared.predicted()
-            return conversion, conversion.report
-        if output is None:
-            output = _default_output(request, prepared)
-        check_output_path(output, force=force, why_keep=_why_keep)
+            return prepared.predicted()
+        folder = output or _default_output(request, prepared)
+        check_output(folder, force=force)
         conversion = finish_(prepared, notify=notify, note=console.note)
-        notify(f"writing {output}")
-        _save(conversion, output, force=force, picture=picture)
-        console.note_left_behind(output)
-        return conversion, replace(conversion.report, output=str(output))
+        notify(f"writing {folder}")
+        _save(conversion, folder, force=force, picture=picture)
+        report = replace(conversion.report, output=str(folder))
+        return replace(conversion, report=report)
 
 
 def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest":
@@ -248,11 +202,6 @@ def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest"
     opened = open_folder(folder)
     if opened.plan.folded:
         raise PlanError(f"{folder}: is folded, so it has no elements to give a larger window")
-    if opened.stored_source is None or not opened.stored_source.is_from_registry:
-        raise PlanError(
-            f"{folder}: only your own code can build its network; in Python, load it by "
-            "load_converted(folder, model=...), and call convert_(model, dilated_size=...)"
-        )
     from ..checkpoints.load import load_converted
 
     return replace(request, network=replace(request.network, model=load_converted(folder)))
@@ -271,21 +220,6 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
     save_just_converted(model, output, report=conversion.report, force=force, picture=figure)
 
 
-def _check_macs(request: "ConversionRequest", prepared: "Prepared", max_macs: float) -> None:
-    """Refuse a conversion that adds more to the MACs than allowed, in percent."""
-    from ..reports.costs import macs_of_model
-
-    macs = macs_of_model(prepared.draft)
-    if macs.percent is None:
-        raise PlanError(f"--max-macs: the MACs could not be counted: {macs.note}")
-    if macs.percent > max_macs:
-        sweep = _sweep_command(request, prepared.draft, prepared.start_name)
-        raise PlanError(
-            f"{request.network.model}: {macs.percent:+.2f} % MACs; --max-macs allows "
-            f"+{max_macs:g} %; use a smaller --dilated-size; sizes are compared by: {sweep}"
-        )
-
-
 def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> str:
     """Return the command that compares sizes for a network, or for what a folder converted."""
     from ..conversion.request import FROM_CONVERTED
@@ -299,11 +233,12 @@ def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name:
     return shell_command(network, replace(request.options, dilated_size=AUTO), command="sweep")
 
 
-def _show(conversion: "Conversion", report: "ConversionReport", verbose: int) -> None:
+def _show(conversion: "Conversion", verbose: int) -> None:
     """Print the report and, if a folder was written, the next steps."""
     from ..reports.report import report_view
     from ..views.next_steps import next_steps
 
+    report = conversion.report
     steps = []
     if report.output is not None:
         steps = next_steps(conversion, Path(report.output))
@@ -351,10 +286,3 @@ def _default_output(request: "ConversionRequest", prepared: "Prepared") -> Path:
     if start_name == FROM_CONVERTED:
         path = path.resolve()  # of "."
     return Path(f"{path.name}-dcls{size}{counts}{suffix}")
-
-
-def _why_keep(path: Path) -> str | None:
-    """Say why a folder must not replace this path; None if it may."""
-    from ..checkpoints.stored_weights import why_not_our_folder  # imports torch
-
-    return why_not_our_folder(path)

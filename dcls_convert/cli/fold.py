@@ -64,11 +64,10 @@ def fold(
             trust_code=trust_code,
             notify=notify,
         )
-    console.note_left_behind(Path(report.output))
     if json_:
         console.write(report.to_json())
     elif quiet:
-        console.show_path(report.output)
+        console.write(f"{report.output}\n")
     else:
         console.show(*_lines(report, FORMATS[format]))
 

@@ -77,18 +77,18 @@ def inspect(
         raise DclsConvertError("--plan prints the plan alone; omit --picture")
     if picture is None and (history or width is not None):
         raise DclsConvertError("--history and --width need a file to draw: add --picture FILE.png")
-    if plan:
-        _print_plan(folder)
-        return
+    from ..checkpoints.folder import open_folder
     from ..output import check_output_path, check_picture, new_output, why_not_a_file
 
+    if plan:
+        console.write(open_folder(folder).plan.to_json())
+        return
     for path in history or ():
         check_file(path, "history")
     if picture is not None:
         check_picture(picture)
         check_output_path(picture, force=force, why_keep=why_not_a_file)
-    with console.steps(folder, "reading", quiet=quiet, lines=picture is not None) as notify:
-        from ..checkpoints.folder import open_folder
+    with console.steps(folder, "reading", quiet=quiet) as notify:
         from ..checkpoints.inspection import inspect_state, plan_with_positions
         from ..checkpoints.stored_weights import read_state
         from ..views.inspection import inspection_view
@@ -114,16 +114,8 @@ def inspect(
         console.write(inspection.to_json())
     elif quiet:
         if picture is not None:
-            console.show_path(picture)
+            console.write(f"{picture}\n")
     else:
         console.show(inspection_view(inspection))
         if picture is not None:
             console.show("", f"Wrote {picture} ({picture.stat().st_size / 1e6:.2f} MB).")
-
-
-def _print_plan(folder: Path) -> None:
-    with console.steps(folder, "reading", lines=False):
-        from ..checkpoints.folder import open_folder
-
-        text = open_folder(folder).plan.to_json()
-    console.write(text)

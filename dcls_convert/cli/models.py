@@ -8,7 +8,6 @@ from ..cli import console, options
 from ..options import AUTO, DEFAULT_BUDGET
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
-SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
 
 Pattern = Annotated[
     str,
@@ -16,7 +15,6 @@ Pattern = Annotated[
         metavar="PATTERN",
         help="Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
         "If no whole name matches, a part of names. Default: all models of both registries.",
-        autocompletion=options.complete_models,
         show_default=False,
     ),
 ]
@@ -54,7 +52,7 @@ def models(
         interpolation=interpolation,
         strict=strict,
     )
-    with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
+    with console.steps("models") as notify:
         from ..choosing.survey import names_matching, survey, survey_json, survey_view
 
         rows = survey(names_matching(pattern), planning, input_size, workers=jobs, notify=notify)

@@ -3,14 +3,13 @@
 Imports no torch: --help reads this file.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..file_checks import builtin_rules, check_file, check_folder, check_images
+from ..file_checks import check_folder
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -26,9 +25,8 @@ from ..options import (
     Tie,
 )
 from .parsing import (
-    parse_added_percent,
     parse_budget,
-    parse_count_or_auto,
+    parse_count,
     parse_input_size,
     parse_numbers,
     parse_window,
@@ -41,17 +39,6 @@ start_option = partial(typer.Option, rich_help_panel="Where they start")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 
-def _checked(check: Callable[[Path], object]) -> Callable[[Path | None], Path | None]:
-    """Return a callback that checks a path, if one is given."""
-
-    def callback(path: Path | None) -> Path | None:
-        if path is not None:
-            check(path)
-        return path
-
-    return callback
-
-
 def _load_rules(name: str) -> Any:
     """Load rules before the model, so that a mistake in them is reported at once."""
     if name == AUTO:
@@ -59,24 +46,6 @@ def _load_rules(name: str) -> Any:
     from ..planning.rule_files import load_rules
 
     return load_rules(name)
-
-
-def complete_models(incomplete: str) -> list[str]:
-    """Return names of models, with their registry if a colon is typed ("timm:").
-
-    This imports both registries, which takes seconds.
-    """
-    from ..networks.source import registry_names
-
-    names = registry_names()
-    if ":" not in incomplete:
-        names = [name.partition(":")[2] for name in names]
-    return list(dict.fromkeys(names))  # both registries have some names
-
-
-def complete_rules() -> list[str]:
-    """Return the names of the built-in rule sets; if none fits, shells complete files."""
-    return [AUTO, *builtin_rules()]
 
 
 # What to convert
@@ -88,7 +57,6 @@ Model = Annotated[
         help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, "
         "hf-hub:REPO, local-dir:FOLDER, or package.module:factory, which imports and runs your "
         "own code; or a folder of dcls-convert, for a larger window.",
-        autocompletion=complete_models,
         show_default=False,
     ),
 ]
@@ -106,7 +74,6 @@ WeightsFile = Annotated[
         "--checkpoint",
         metavar="FILE",
         help="Start from a safetensors or torch file (also of the DCLS authors).",
-        callback=_checked(check_file),
     ),
 ]
 CheckpointKey = Annotated[
@@ -139,7 +106,6 @@ Rules = Annotated[
         help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones if there are "
         "none.",
         callback=_load_rules,
-        autocompletion=complete_rules,
     ),
 ]
 Strict = Annotated[
@@ -156,7 +122,6 @@ PlanFolder = Annotated[
         "--plan",
         metavar="FOLDER",
         help="Apply the plan of a folder to other weights of the same model.",
-        callback=_checked(check_folder),
     ),
 ]
 
@@ -178,7 +143,7 @@ KernelCount = Annotated[
     elements_option(
         metavar="N|auto",
         help="Elements in a kernel; auto: as many as the budget allows.",
-        parser=parse_count_or_auto,
+        parser=parse_count,
     ),
 ]
 ScopeOption = Annotated[
@@ -201,14 +166,6 @@ Budget = Annotated[
         parser=parse_budget,
     ),
 ]
-MaxMacs = Annotated[
-    Any,
-    elements_option(
-        metavar="PERCENT",
-        help="Write nothing if this would add more to the MACs, such as +50%.",
-        parser=parse_added_percent,
-    ),
-]
 InterpolationOption = Annotated[
     InterpolationName | None,
     elements_option(
@@ -226,7 +183,8 @@ Calibrate = Annotated[
         "--calibrate",
         metavar="FOLDER",
         help="Folder of images; match the network's outputs on them instead of its kernels.",
-        callback=_checked(check_images),
+        exists=True,
+        file_okay=False,
     ),
 ]
 ImagesOption = Annotated[

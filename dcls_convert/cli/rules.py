@@ -14,7 +14,6 @@ RulesArgument = Annotated[
     typer.Argument(
         metavar="NAME|FILE",
         help="A built-in set, or a file.",
-        autocompletion=options.complete_rules,
         show_default=False,
     ),
 ]

@@ -31,7 +31,7 @@ def verify(
 
     If only your own code can build the network, name it with --model; else the exit code is 4.
     """
-    with console.steps(folder, "reading", lines=False) as notify:
+    with console.steps(folder, "reading") as notify:
         from ..checkpoints.verify import verify_folder
         from ..networks.building import build_model
         from ..networks.source import resolve_model

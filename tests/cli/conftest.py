@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch, signals_restored):
+def _in_an_empty_folder(tmp_path, monkeypatch):
     """Unset variables that change the output, write no bytecode; unload `mymodel` at the end."""
     monkeypatch.chdir(tmp_path)
     for variable in (
@@ -13,7 +13,6 @@ def _in_an_empty_folder(tmp_path, monkeypatch, signals_restored):
         "TTY_COMPATIBLE",
         "TTY_INTERACTIVE",
         "DCLS_CONVERT_TRACEBACK",
-        "DCLS_CONVERT_LOG",
     ):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

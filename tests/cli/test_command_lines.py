@@ -13,7 +13,6 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcls_convert import DclsConvertError, check_output
 from dcls_convert.cli.app import app
 
 from ..command_line import NET, net, run_to_end
@@ -130,45 +129,3 @@ def test_every_command_line_ends_as_documented(original, monkeypatch, tmp_path, 
     changed = {path.parts[0] for path, time in before.items() if after.get(path) != time}
     assert changed <= REPLACEABLE
     assert not changed or ("--force" in line and code == 0)
-
-
-def test_a_list_is_understood_without_commas():
-    for asked, meant in {
-        "sweep NET --sizes 9 11, 13 --budgets 80% 100%": (
-            "sweep NET --sizes 9,11,13 --budgets 80%,100%"
-        ),
-        "sweep NET --sizes=9 13": "sweep NET --sizes 9,13",
-        "NET --dilated-size 9 11 --dry-run --json": "NET --dilated-size 9x11 --dry-run --json",
-    }.items():
-        outputs = []
-        for line in (asked, meant):
-            size = "3 32 32" if line is asked else "3x32x32"
-            words = [*line.replace("NET", NET).split(), "--input-size", *size.split()]
-            outputs.append(run_to_end(*words))
-        assert outputs[0][:2] == outputs[1][:2]
-        assert outputs[0][0] == 0
-
-
-def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    size = ("--dilated-size", 9, "--input-size", "3x32x32")
-    assert run_to_end(NET, *size, "--output", "~/one", "--quiet")[1] == f"{tmp_path}/home/one\n"
-    assert run_to_end(NET, *size, "--output=~/two", "--quiet")[1] == f"{tmp_path}/home/two\n"
-    assert run_to_end(NET, *size, "--output", "kept~", "--quiet")[1] == "kept~\n"
-    assert run_to_end("inspect", "~/two", "--picture", "~/a.png", "--quiet")[0] == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "kept~"]
-    with pytest.raises(DclsConvertError, match="begins with ~"):
-        check_output("~/three")
-
-
-def test_what_a_killed_run_left_is_named_after_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".out.a_2b4c6d.partial").mkdir()
-    (tmp_path / ".other.a_2b4c6d.partial").mkdir()
-    (tmp_path / "out.thesis.old").mkdir()
-    code, _, err = run_to_end(NET, "--input-size", "3x32x32", "--output", "out")
-    assert code == 0
-    assert ".out.a_2b4c6d.partial, beside out, was left by a run that was stopped" in err
-    assert ".other" not in err
-    assert "thesis" not in err

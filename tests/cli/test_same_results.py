@@ -36,11 +36,13 @@ ENVIRONMENTS = (
 PROGRAM = """
 import contextlib, json, sys
 from dcls_convert.cli.app import main
-for number, command in enumerate(json.loads(sys.argv[1])):
+COMMANDS = json.loads(sys.argv[1])
+for number, command in enumerate(COMMANDS):
     printed = f"{number}.json" if "--json" in command else "printed.txt"
     with open(printed, "w") as file, contextlib.redirect_stdout(file):
         try:
-            main(command)
+            sys.argv[1:] = command
+            main()
         except SystemExit as end:
             assert end.code == 0, command
 """
