@@ -32,6 +32,7 @@ from .sites import NOT_CALLED, ConvSite, Measured, ModelConvs, Skipped
 from .stages import ConvPlace, OutputStride, Stages, find_stages, output_stride
 from .timm_notes import stated_input_size
 from .tracing import Calls, Trace, trace
+from .whole_networks import whole_networks_by_definition
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
@@ -177,7 +178,13 @@ def _find_stages(
     for conv, (name, *_) in names_of.items():
         is_spatial = max(on_every_axis(conv.kernel_size, 1)) > 1
         places.append(ConvPlace(name=name, stride=strides.get(name), is_spatial=is_spatial))
-    return find_stages(model, places, frozenset() if traced is None else traced.networks)
+    if traced is None:
+        networks = whole_networks_by_definition(
+            {names[0]: conv for conv, names in names_of.items()}
+        )
+    else:
+        networks = traced.networks
+    return find_stages(model, places, networks)
 
 
 def _takes_image(

@@ -37,7 +37,7 @@ class Trace:
     """The record of one forward pass through a model."""
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
-    networks: frozenset[str]  # paths of the whole networks inside the model
+    networks: set[str]  # paths of the whole networks inside the model
     macs: int  # of all operators
     uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
@@ -55,14 +55,14 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         Exception: What the model's own code raises.
     """
     calls: dict[str, Calls] = {}
-    convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
+    convs: dict[AnyConv, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in model.named_modules():
         if isinstance(module, AnyConv):
             convs[module] = (name, dims_of(module))
     beginnings = Beginnings()
 
     def record(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        module: AnyConv, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         input = args[0] if args else kwargs["input"]
         name, dims = convs[module]
@@ -72,7 +72,7 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if input in beginnings.inputs:
+        if beginnings.is_input(input):
             conv_calls.takes_image = True
 
     counter = MacCounter(model)
@@ -89,8 +89,9 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         contextlib.ExitStack() as stack,
         running(model, on_meta=on_meta, restart=restart) as run,
     ):
+        stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
         for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
+            if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
                 # A module with none inside only tells what the module that holds it begins with.
                 holder = path if module._modules else path.rpartition(".")[0]
                 hook = functools.partial(beginnings.note, holder)
@@ -99,9 +100,11 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         _end_after_the_head(model, stack)
         outputs = run(*arguments.args, **arguments.kwargs)
+    conv_of = {name: conv for conv, (name, _) in convs.items()}
+    called = {name: conv_of[name] for name in calls}
     return Trace(
         calls=calls,
-        networks=frozenset(whole_networks(calls, beginnings.with_input)),
+        networks=whole_networks(called, beginnings.with_input, beginnings.with_picture),
         macs=counter.macs,
         uncounted=counter.uncounted,
         finite=1.0 if on_meta else finite_share(tensors_in(outputs)),

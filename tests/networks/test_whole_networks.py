@@ -14,20 +14,38 @@ STRUCTURE = "output stride and module path"
 
 
 class Block(nn.Module):
-    """A residual block."""
+    """A residual block; with `expand`, its first layer is wider, as in MobileNet."""
 
-    def __init__(self, width=8):
+    def __init__(self, width=8, *, expand=False):
         super().__init__()
-        self.spatial = nn.Conv2d(width, width, 3, padding=1, groups=width)
-        self.project = nn.Conv2d(width, width, 1)
+        inner = 4 * width if expand else width
+        self.expand = nn.Conv2d(width, inner, 1) if expand else nn.Identity()
+        self.spatial = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
+        self.project = nn.Conv2d(inner, width, 1)
 
     def forward(self, x):
-        return x + self.project(self.spatial(x))
+        return x + self.project(self.spatial(self.expand(x)))
+
+
+class InPlaceBlock(Block):
+    def forward(self, x):
+        return x.add_(super().forward(x))
 
 
 class ScaledBlock(Block):
     def forward(self, x, scale):
         return x + super().forward(x * scale)
+
+
+class PictureBlock(Block):
+    """Its first convolution sees a picture, which is not all that it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x, picture):
+        return x + super().forward(self.widen(picture) * x)
 
 
 class Network(nn.Module):
@@ -57,9 +75,9 @@ class FlatNetwork(nn.Module):
         return self.c3(self.c2(self.c1(x)))
 
 
-def sequence():
+def sequence(in_channels=3):
     convs = [nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)]
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), *convs)
+    return nn.Sequential(nn.Conv2d(in_channels, 8, 3, padding=1), nn.ReLU(), *convs)
 
 
 class Ensemble(nn.Module):
@@ -83,6 +101,13 @@ class Ensemble(nn.Module):
         return member(x)
 
 
+class EnsembleOfParts(Ensemble):
+    """Its members are not called, but their parts are."""
+
+    def output(self, member, x):
+        return member.head(member.blocks(member.stem(x / 2)))
+
+
 class PreparedEnsemble(Ensemble):
     """What its members see is not an input itself."""
 
@@ -97,16 +122,32 @@ class Streams(Ensemble):
         return sum(map(self.output, self.members, inputs))
 
 
+class Generator(nn.Module):
+    """It begins with a linear layer, and its pictures are larger than its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 8 * 16 * 16)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, noise):
+        return self.head(self.blocks(self.linear(noise).reshape(-1, 8, 16, 16)))
+
+
 ENSEMBLES = {
     "ensemble": lambda: Ensemble(Network(), Network(), Network()),
     "ensemble of sequences": lambda: Ensemble(sequence(), sequence()),
     "ensemble without containers": lambda: Ensemble(FlatNetwork(), FlatNetwork()),
+    "ensemble of parts": lambda: EnsembleOfParts(Network(), Network()),
+    "generator and discriminator": lambda: nn.Sequential(Network(), Network()),
 }
 
 
 def paths_in(model):
-    """Return the paths of the members."""
-    return [f"members.{index}" for index in range(len(model.members))]
+    """Return the paths of the members, or of the children of a sequence."""
+    prefix = "members." if isinstance(model, Ensemble) else ""
+    return [f"{prefix}{index}" for index in range(len(getattr(model, "members", model)))]
 
 
 @pytest.mark.parametrize("name", ENSEMBLES)
@@ -126,7 +167,8 @@ def folds():
     return Ensemble(*(nn.ModuleList([Network(), Network()]) for _ in range(2)))
 
 
-# A network, the number of parts in the paths of the networks inside, and what it takes.
+# A network, the number of parts in the paths of the networks inside, and what it takes. Five
+# channels are an input, but no picture.
 SEVERAL = {
     "folds": (folds, 3, {"input_size": IMAGE}),
     "streams": (
@@ -139,7 +181,13 @@ SEVERAL = {
         2,
         {"input_size": (5, 16, 16)},
     ),
+    "from noise": (
+        lambda: nn.Sequential(Generator(), Network()),
+        1,
+        {"example_inputs": torch.rand(1, 5)},
+    ),
     "untraced": (lambda: Ensemble(Network(), Network()), 2, {}),
+    "untraced folds": (folds, 3, {}),
 }
 
 
@@ -158,13 +206,13 @@ def test_no_stage_has_layers_of_two_networks(name):
 class Conditioned(nn.Module):
     """Every block takes an input of the network, beside the map."""
 
-    def __init__(self):
+    def __init__(self, block):
         super().__init__()
-        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
 
-    def forward(self, x, scale):
+    def forward(self, x, other):
         for block in self.blocks:
-            x = block(x, scale)
+            x = block(x, other)
         return x
 
 
@@ -181,21 +229,41 @@ class Branches(nn.Module):
         return self.blocks(torch.cat([branch(x) for branch in self.stem], 1))
 
 
-IMAGE_AND_SCALE = (torch.rand(1, 8, 16, 16), torch.rand(1, 8, 1, 1))
 ORDINARY = {
-    "blocks on the input": (
-        lambda: nn.Sequential(Block(3), Block(3)),
-        {"input_size": IMAGE},
+    "blocks on the input": (lambda: nn.Sequential(Block(3), Block(3)), IMAGE),
+    "blocks of the input's width": (lambda: nn.Sequential(Block(), Block()), (8, 16, 16)),
+    "residual groups": (
+        lambda: nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(3))),
+        (8, 16, 16),
     ),
-    "branches of a stem": (Branches, {"input_size": IMAGE}),
-    "blocks that take a scale": (Conditioned, {"example_inputs": IMAGE_AND_SCALE}),
+    "in-place blocks": (lambda: nn.Sequential(InPlaceBlock(), InPlaceBlock()), (8, 16, 16)),
+    "narrow expanding blocks": (
+        lambda: nn.Sequential(*(Block(4, expand=True) for _ in range(3))),
+        (4, 16, 16),
+    ),
+    "narrow stages": (
+        lambda: nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(width, 2 * width, 1), Block(2 * width), Block(2 * width))
+                for width in (1, 2, 4)
+            )
+        ),
+        (1, 16, 16),
+    ),
+    "branches of a stem": (Branches, IMAGE),
+    "blocks that take a scale": (lambda: Conditioned(ScaledBlock), (8, 1, 1)),
+    "blocks that take a picture": (lambda: Conditioned(PictureBlock), IMAGE),
 }
 
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_blocks_of_one_network_are_no_networks(name):
-    build, inputs = ORDINARY[name]
-    convs = find_convs(build(), **inputs)
+    build, input_size = ORDINARY[name]
+    model = build()
+    inputs = {"input_size": input_size}
+    if isinstance(model, Conditioned):
+        inputs = {"example_inputs": (torch.rand(1, 8, 16, 16), torch.rand(1, *input_size))}
+    convs = find_convs(model, **inputs)
     assert convs.stages_from == STRUCTURE
     stages = [site.stage for site in convs.sites if site.kind == "depthwise"]
     assert len(set(stages)) < len(stages)
@@ -211,8 +279,9 @@ def test_a_model_of_timm_is_one_network_and_has_its_own_stages_in_an_ensemble():
     assert stages == {f"members.{i}.stages.{j}" for i in range(2) for j in range(4)}
 
 
-def test_training_one_network_leaves_the_others_as_they_are():
-    model = ENSEMBLES["ensemble"]()
+@pytest.mark.parametrize("name", ["ensemble", "generator and discriminator"])
+def test_training_one_network_leaves_the_others_as_they_are(name):
+    model = ENSEMBLES[name]()
     paths = paths_in(model)
     report = convert_(model, dilated_size=7, init="random", input_size=IMAGE, progress=False)
     stages = ", ".join(f"{path}.blocks/stride1" for path in paths)
