@@ -40,13 +40,13 @@ from ..geometry import (
     position_limits,
     static_padding,
 )
-from .bilinear_plain import per_axis
 from .construction import construct_unchecked
 from .conv_cache import ConvCache, key_of, prepare_conv
 from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .padding import pad
+from .profiles import per_axis
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
 

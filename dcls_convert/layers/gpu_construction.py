@@ -18,7 +18,8 @@ from ..depthwise import element_kernels as kernels
 from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch, NewTensor, Pass, Workspace
 from ..geometry import Pair, ceil_div
-from .bilinear_plain import construct_by_broadcasting, per_axis
+from .bilinear import construct_plainly
+from .profiles import cells_of
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
 _ELEMENTS: int = kernels.ELEMENTS.value
@@ -147,5 +148,5 @@ def construct_by_torch(
     weight: Tensor, positions: Tensor, size: Pair, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Construct windows as the kernels do, by torch's operations."""
-    cells = positions.to(torch.float32) + per_axis([side // 2 for side in size], positions)
-    return construct_by_broadcasting(weight.to(torch.float32), cells, size).to(dtype)
+    cells = cells_of(positions.to(torch.float32), size)
+    return construct_plainly(weight.to(torch.float32), cells, size).to(dtype)
