@@ -57,7 +57,6 @@ class BlockPlan:
         output_dtype: The dtype of the output. Default: that of the blocks.
         elements: Number of elements of a kernel; None if weight is windows.
         positions_dtype: The dtype of positions.
-        clamps: Whether positions are clamped in place, too.
         window_by_torch: Makes windows of elements by torch's operations, which can be
             differentiated twice.
     """
@@ -73,7 +72,6 @@ class BlockPlan:
         output_dtype: torch.dtype | None = None,
         elements: int | None = None,
         positions_dtype: torch.dtype = torch.float32,
-        clamps: bool = False,
         window_by_torch: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         images, channels, rows, columns = maps.shape
@@ -92,7 +90,6 @@ class BlockPlan:
         self.of_windows = elements is None
         self.elements = elements or window[0] * window[1]
         self.window_by_torch = window_by_torch or (lambda weight, positions: weight)
-        self.clamps = clamps
         self.channels = channels
         self.blocks = blocks
         self.taps = taps_down * taps_across
@@ -263,7 +260,7 @@ class BlockPlan:
             element_kernels.pack_and_make_bank,
             (programs, ceil_div(self.channels, _CHANNELS), 1),
             (*sizes, *self.tap_sizes, self.elements),
-            (*layout, *self.window, self.clamps, self.of_windows),
+            (*layout, *self.window, self.of_windows),
         )
 
     def _unpack(self, maps: NewTensor, steps: Pair) -> Launch:

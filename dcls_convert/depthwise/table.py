@@ -269,7 +269,7 @@ def warn_of_slow_window(window: Pair) -> None:
     )
 
 
-def takes_kernels(spec: ConvSpec) -> bool:
+def takes_kernels(device: torch.device) -> bool:
     """True if this package's kernels for GPUs may be launched."""
-    is_gpu = spec.device.type != "cpu" or preference() == "blocks"
-    return is_gpu and why_no_blocks(spec.device) is None
+    is_gpu = device.type != "cpu" or preference() == "blocks"
+    return is_gpu and why_no_blocks(device) is None

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.devices import why_no_blocks
 from ..depthwise.eager import is_being_compiled, is_eager, uses_cpu_implementation
+from ..depthwise.table import takes_kernels
 from .interpolation import INTERPOLATIONS
 from .profiles import WindowSize, cells_of, construct_by_profiles
 
@@ -44,13 +44,12 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     window = tuple(size)
     eager = is_eager(weight, positions)
     if (
-        weight.is_cuda
-        and len(size) == 2
+        len(size) == 2
         and min(size) > 1
         and weight.dtype == torch.float32
         and weight.numel() > 0
         and (eager or is_being_compiled(weight, positions))
-        and why_no_blocks(weight.device) is None
+        and takes_kernels(weight.device)
     ):
         from .gpu_construction import construct_windows  # needs Triton
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..depthwise import table
 from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
-from ..depthwise.eager import may_change_in_place
 from ..geometry import Padding, Pair, extent, on_every_axis, static_padding
 
 MAX_CONVS = 100  # kept by a layer; with images of all sizes, there would be ever more
@@ -18,7 +17,7 @@ class PreparedConv(NamedTuple):
     """How a layer convolves inputs of one shape, strides, dtype and device."""
 
     convolve: table.Convolve
-    is_fused: bool  # True if it takes weight and positions instead of a kernel
+    takes_elements: bool  # weight and positions, instead of a kernel
 
 
 class ConvCache(dict[tuple[object, ...], PreparedConv]):
@@ -50,7 +49,6 @@ def key_of(
     if device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     return (
-        layer.training,
         layer.output_dtype,
         padding,
         layer.stride,
@@ -65,8 +63,6 @@ def key_of(
         weight.device,
         positions.dtype,
         positions.device,
-        positions.is_contiguous(),
-        type(positions),
         bias is not None and (bias.dtype, bias.device),
     )
 
@@ -110,24 +106,18 @@ def prepare_conv(
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
         algorithm = table.find_algorithm(spec, input, *learnt, eager=eager)
     takes_elements = (
-        dtype is not None
+        algorithm.name == "blocks"
         and layer.interpolation == "bilinear"
         and not layer.dense_axes
         and min(layer.dilated_kernel_size) > 1
         and positions.device == input.device
-        and positions.is_contiguous()  # so that a kernel can clamp them in place
         and table.BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
     )
-    # A compiled program could lose what a kernel changes in a parameter.
-    clamps = layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
-    if takes_elements and algorithm.name == "blocks":
-        plan = _plan_of_elements(layer, spec, input, positions, bias, clamps)
-        return PreparedConv(plan, is_fused=True)
-    if takes_elements and eager and algorithm is table.TORCH and table.takes_kernels(spec):
-        return PreparedConv(
-            _torch_after_construction(layer, spec, input, bias, clamps), is_fused=True
-        )
-    return PreparedConv(algorithm.prepare(spec, input, bias), is_fused=False)
+    if takes_elements:
+        convolve = _plan_of_elements(layer, spec, input, positions, bias)
+    else:
+        convolve = algorithm.prepare(spec, input, bias)
+    return PreparedConv(convolve, takes_elements)
 
 
 def _plan_of_elements(
@@ -136,7 +126,6 @@ def _plan_of_elements(
     input: Tensor,
     positions: Tensor,
     bias: Tensor | None,
-    clamps: bool,
 ) -> table.Convolve:
     """Return how blocks convolve with weight and positions."""
     from ..depthwise.block_plan import BlockPlan  # needs Triton
@@ -152,22 +141,6 @@ def _plan_of_elements(
         positions_dtype=positions.dtype,
         has_bias=bias is not None,
         window_by_torch=functools.partial(construct_by_torch, size=spec.window),
-        clamps=clamps,
         output_dtype=layer.output_dtype,
     )
     return functools.partial(convolve_by_plan, plan)
-
-
-def _torch_after_construction(
-    layer: Any, spec: table.ConvSpec, input: Tensor, bias: Tensor | None, clamps: bool
-) -> table.Convolve:
-    """Return how torch convolves with weight and positions, after one launch that makes windows."""
-    from .gpu_construction import construct_windows  # needs Triton
-
-    by_torch = table.TORCH.prepare(spec, input, bias)
-
-    def convolve(input: Tensor, bias: Tensor | None, weight: Tensor, positions: Tensor) -> Tensor:
-        kernel = construct_windows(weight, positions, spec.window, dtype=spec.dtype, clamps=clamps)
-        return by_torch(input, bias, kernel)
-
-    return convolve

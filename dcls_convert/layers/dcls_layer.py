@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from ..depthwise.eager import is_counting_flops, is_eager, is_exporting, may_change_in_place
+from ..depthwise.eager import is_counting_flops, is_eager, may_change_in_place
 from ..geometry import (
     DYNAMIC_SAME,
     Grow,
@@ -409,24 +409,22 @@ class DclsLayer(CheckedLayer):
             prepared = prepare_conv(self, input, weight, positions, bias, padding, eager=eager)
             if eager:
                 self._convs.keep(key, prepared)
-        convolve, is_fused = prepared
-        if is_fused:
-            if not eager:
-                self._clamp_before_use_(positions, None)
+        convolve, takes_elements = prepared
+        if takes_elements:
+            self._clamp_before_use_(positions, None)
             if self.traits.transform_weight is not None:
                 weight = self.traits.transform_weight(self, weight)
             output = convolve(input, bias, weight, positions)
         else:
-            output = convolve(input, bias, self._clamped_kernel(weight, positions, eager=eager))
+            output = convolve(input, bias, self._clamped_kernel(weight, positions))
         if self.output_dtype is None:
             return output
         return output.to(self.output_dtype)
 
-    def _clamped_kernel(self, weight: Tensor, positions: Tensor, *, eager: bool = False) -> Tensor:
+    def _clamped_kernel(self, weight: Tensor, positions: Tensor) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""
         sigma = self.sigma
-        if eager or not is_exporting():
-            self._clamp_before_use_(positions, sigma)
+        self._clamp_before_use_(positions, sigma)
         return self._construct(weight, positions, sigma)
 
     def _clamp_before_use_(self, positions: Tensor, sigma: Tensor | None) -> None:

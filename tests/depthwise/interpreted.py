@@ -201,7 +201,7 @@ def float32_outputs():
 
 
 def clamped_positions():
-    """Kernels clamp positions in place, in training alone; earlier passes keep their gradients."""
+    """Positions are clamped in training alone; earlier passes keep their gradients."""
     images = torch.randn(1, CHANNELS, 8, 8)
     layer = layer_of("bilinear", (9, 9))
     before = layer.positions.detach().clone()
@@ -243,7 +243,7 @@ def windows():
 
 
 def dense_layers():
-    """Dense layers are torch's; kernels made in half precision are rounded, and no less exact."""
+    """Dense layers, whose kernels are made in one launch, are torch's."""
     torch.manual_seed(0)
     layer = DclsConv2d(4, 6, kernel_count=5, dilated_kernel_size=(7, 5), padding=(3, 2))
     with torch.no_grad():
@@ -259,21 +259,12 @@ def dense_layers():
         found[-1].append(layer.positions.detach().clone())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert layer.positions.abs().max() <= 3
-    assert [conv.is_fused for conv in layer._convs.values()] == [True]
     with torch.autocast("cpu", torch.float16):
         outputs = layer(images)
     assert outputs.dtype == torch.float16
     layer.bias = None
     with pytest.raises(RuntimeError, match="type"):  # as torch refuses it
         layer(images.half())
-    # Not in bfloat16, to which the interpreter rounds in another way.
-    elements = [layer.weight, layer.positions]
-    rounded = construct_windows(*elements, (7, 5), dtype=torch.float16)
-    exact = construct_windows(*elements, (7, 5)).half()
-    assert torch.equal(rounded, exact)
-    gradient = torch.randn(rounded.shape).half()
-    gradients = [torch.autograd.grad(one, elements, gradient) for one in (rounded, exact)]
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def output_and_gradients_of(layer, leaves, gradient):
