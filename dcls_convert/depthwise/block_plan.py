@@ -32,11 +32,9 @@ BLOCKS_AT_ONCE = {2: 128, 4: 64}
 STEP = {2: 64, 4: 32}
 WARPS = {2: 4, 4: 8}
 GRADIENT_WARPS = 4  # with more, sm_80 spills registers
-# Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or more
-# on NVIDIA's GPUs), or 96 KB where three taps are added at once (of 227 KB), or 48 KB (of 64 KB on
-# AMD's).
+# Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or
+# more), or 96 KB where three taps are added at once (of 227 KB).
 STAGES = 3
-STAGES_ON_AMD = 2
 
 
 class BlockPlan:
@@ -100,7 +98,6 @@ class BlockPlan:
         self.precision = "ieee"  # of products; of no effect for 16 bits
         if dtype == torch.float32:
             self.precision = float32_precision()
-        self.stages = STAGES_ON_AMD if torch.version.hip else STAGES
         self.channels_last = is_channels_last(maps)
         self._memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         output_size = (ceil_div(rows, stride[0]), ceil_div(columns, stride[1]))
@@ -294,7 +291,7 @@ class BlockPlan:
             self.product_sizes,
             (has_bias, turned, self.precision, BLOCKS_AT_ONCE[size], STEP[size]),
             warps=WARPS[size],
-            stages=self.stages,
+            stages=STAGES,
         )
 
     def _gradients_of_kernel(self) -> tuple[Launch, Launch, int]:
@@ -312,7 +309,7 @@ class BlockPlan:
             (self.channels, blocks_in_part, *self.product_sizes),
             (self.precision, step, three),
             warps=GRADIENT_WARPS,
-            stages=self.stages,
+            stages=STAGES,
         )
         of_elements = Launch(
             element_kernels.element_gradients_of_bank,

@@ -1,26 +1,31 @@
 """The table of algorithms for depthwise convolutions: which one computes which.
 
 The choice is a function of device, dtype and shapes; nothing is timed while a network runs. Users
-can override it with an environment variable (`preference.py`).
+can override it with an environment variable, which is read once.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import assume_constant_result
 
 from ..depthwise import onednn
+from ..errors import DclsConvertError
 from ..geometry import Pair, size_text
 from ..progress import logger
+from ..text import did_you_mean, shortened
 from .devices import AUTOCAST_DEVICES, GPUS, why_no_blocks
 from .eager import is_being_compiled
 from .layouts import BLOCK_SIDE, MAX_OFFSET
-from .preference import Preference, preference
 
+Preference = Literal["auto", "torch", "blocks", "products"]
+VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 BLOCKS_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Measured on an H200: in a window of at most this many cells, torch is faster.
 MAX_CELLS_FOR_TORCH = 49
@@ -189,6 +194,30 @@ ALGORITHMS = (
     Algorithm("products", _can_products, _are_products_best, _by_products),
     TORCH,
 )
+
+
+# torch.compile can neither trace this function nor use a cache.
+@assume_constant_result  # type: ignore[untyped-decorator]
+def preference() -> Preference:
+    """Return the value of the environment variable DCLS_CONVERT_DEPTHWISE.
+
+    Raises:
+        DclsConvertError: The value is not one of `Preference`.
+    """
+    return _preference()
+
+
+@functools.cache
+def _preference() -> Preference:
+    value = os.environ.get(VARIABLE) or "auto"
+    allowed = get_args(Preference)
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
+        raise DclsConvertError(
+            f"environment: {VARIABLE}={shortened(value)!r} must be "
+            f"{', '.join(allowed[:-1])} or {allowed[-1]}{hint}"
+        )
+    return cast(Preference, value)
 
 
 def choose_algorithm(spec: ConvSpec, preferred: Preference = "auto") -> Algorithm:
