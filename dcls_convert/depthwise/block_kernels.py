@@ -240,15 +240,13 @@ def gradient_of_bank(
         exists = row_exists & is_below(column + across, block_columns)
         offset = block[:, None] * CELLS + cell
         gradient = tl.load(gradients + offset, mask=in_part[:, None], other=0.0)
-        inputs = tl.load(blocks + offset, mask=exists[:, None], other=0.0)
-        total = tl.dot(tl.trans(inputs), gradient, total, input_precision=PRECISION)
+        total = add_products(total, blocks + offset, exists, gradient, PRECISION)
         if THREE:
             exists = row_exists & (column > 0)
-            inputs = tl.load(blocks - CELLS + offset, mask=exists[:, None], other=0.0)
-            left = tl.dot(tl.trans(inputs), gradient, left, input_precision=PRECISION)
+            left = add_products(left, blocks - CELLS + offset, exists, gradient, PRECISION)
             exists = row_exists & (column < block_columns - 1)
-            inputs = tl.load(blocks + CELLS + offset, mask=exists[:, None], other=0.0)
-            right = tl.dot(tl.trans(inputs), gradient, right, input_precision=PRECISION)
+            right = add_products(right, blocks + CELLS + offset, exists, gradient, PRECISION)
+        # Go on to the blocks after these, which may be in the next row, or in the next image.
         column += columns_in_step
         wraps = column >= block_columns
         column = tl.where(wraps, column - block_columns, column)
@@ -263,6 +261,13 @@ def gradient_of_bank(
 
 
 @triton.jit
+def add_products(total, inputs_at, exists, gradient, PRECISION: tl.constexpr):
+    """Add a sum of products (CELLS of inputs, CELLS of outputs) over some blocks to a total."""
+    inputs = tl.load(inputs_at, mask=exists[:, None], other=0.0)
+    return tl.dot(tl.trans(inputs), gradient, total, input_precision=PRECISION)
+
+
+@triton.jit
 def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
     """Add up the sums of a channel's blocks of gradients, and store the bias's gradient."""
     sums += tl.cast(channel, tl.int64) * blocks_in_all
@@ -274,13 +279,12 @@ def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
 
 
 @triton.jit
-def sum_diagonals(
-    partial_sums, r, s, exists, channel, channels, parts, taps_down, taps_across, R, S
-):
+def sum_diagonals(partial_sums, r, s, exists, channel, sizes, R, S):
     """Sum the bank's gradient to that of GATHERED cells (r, s) of one channel's window.
 
     A cell of the window is on a diagonal of the matrices: it has an entry for each output cell.
     """
+    channels, parts, taps_down, taps_across = sizes
     cell_out = tl.arange(0, CELLS)[None, :]
     row_in = cell_out // SIDE + r[:, None] - R // 2 + taps_down // 2 * SIDE
     column_in = cell_out % SIDE + s[:, None] - S // 2 + taps_across // 2 * SIDE

@@ -285,38 +285,19 @@ def element_gradients_of_bank(
     element = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)
     exists = element < elements
     offset = channel * elements + element
+    sizes = (channels, parts, taps_down, taps_across)
     if WINDOWS:
         y = element // S
         x = element % S
-        total = sum_diagonals(
-            partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
+        total = sum_diagonals(partial_sums, y, x, exists, channel, sizes, R, S)
         tl.store(grad_weight + offset, total, mask=exists)
     else:
         y, fraction_y, _ = place_in_window(positions, offset, exists, R)
         x, fraction_x, _ = place_in_window(positions, channels * elements + offset, exists, S)
-        top_left = sum_diagonals(
-            partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
-        top_right = sum_diagonals(
-            partial_sums, y, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
-        bottom_left = sum_diagonals(
-            partial_sums, y + 1, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
-        bottom_right = sum_diagonals(
-            partial_sums,
-            y + 1,
-            x + 1,
-            exists,
-            channel,
-            channels,
-            parts,
-            taps_down,
-            taps_across,
-            R,
-            S,
-        )
+        top_left = sum_diagonals(partial_sums, y, x, exists, channel, sizes, R, S)
+        top_right = sum_diagonals(partial_sums, y, x + 1, exists, channel, sizes, R, S)
+        bottom_left = sum_diagonals(partial_sums, y + 1, x, exists, channel, sizes, R, S)
+        bottom_right = sum_diagonals(partial_sums, y + 1, x + 1, exists, channel, sizes, R, S)
         value = tl.load(weight + offset, mask=exists, other=0.0).to(tl.float32)
         grad_value, grad_row, grad_column = interpolate_gradients(
             value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
