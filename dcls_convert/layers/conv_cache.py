@@ -43,8 +43,7 @@ def key_of(
 ) -> tuple[object, ...]:
     """Return a key that is equal for calls that one prepared convolution serves."""
     device = input.device
-    # Ask `is_cuda` and `is_cpu` first: both together take less time than `device.type`.
-    device_type = "cuda" if input.is_cuda else "cpu" if input.is_cpu else device.type
+    device_type = device.type
     dtype = input.dtype
     if device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

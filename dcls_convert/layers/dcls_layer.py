@@ -33,6 +33,7 @@ from ..geometry import (
     extent,
     grow_of_axes,
     grown_padding,
+    is_uneven,
     learnt_axes,
     on_every_axis,
     padded_cells,
@@ -327,11 +328,8 @@ class DclsLayer(CheckedLayer):
 
     def _construct(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
         """Construct the kernel from parameters that were read: reading tied ones takes time."""
-        # As `ConvTraits.effective_weight` does; a call of it would take time in each forward pass.
-        if self.traits.transform_weight is not None:
-            weight = self.traits.transform_weight(self, weight)
         return construct_unchecked(
-            weight,
+            self.traits.effective_weight(self, weight),
             positions,
             sigma,
             self._learnt_size,
@@ -368,7 +366,7 @@ class DclsLayer(CheckedLayer):
             self.padding_mode != "zeros"
             or padding == DYNAMIC_SAME
             or self.grow
-            or tuple in map(type, padding)  # as `is_uneven`, whose call would take time
+            or is_uneven(padding)
         ):
             input = self.pad_input(input)
             padding = self.on_every_axis(0)
@@ -386,21 +384,13 @@ class DclsLayer(CheckedLayer):
 
     def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
         """Convolve by the algorithm that the table gives; blocks need no constructed kernel."""
-        own = self._parameters  # read here, as calls of `__getattr__` take time
-        weight: Tensor | None = own.get("weight")
-        if weight is None:
-            weight = self.weight
-        positions: Tensor | None = own.get("positions")
-        if positions is None:
-            positions = self.positions
-        bias = own.get("bias")
-        if bias is None:
-            bias = self.bias
-        if bias is None:
-            eager = is_eager(input, weight, positions)
-        else:
-            eager = is_eager(input, weight, positions, bias)
-        eager = eager and not is_counting_flops()
+        weight: Tensor = self.weight
+        positions: Tensor = self.positions
+        bias = self.bias
+        tensors = [input, weight, positions]
+        if bias is not None:
+            tensors.append(bias)
+        eager = is_eager(*tensors) and not is_counting_flops()
         prepared = None
         if eager:
             key = key_of(self, input, weight, positions, bias, padding)
@@ -412,8 +402,7 @@ class DclsLayer(CheckedLayer):
         convolve, takes_elements = prepared
         if takes_elements:
             self._clamp_before_use_(positions, None)
-            if self.traits.transform_weight is not None:
-                weight = self.traits.transform_weight(self, weight)
+            weight = self.traits.effective_weight(self, weight)
             output = convolve(input, bias, weight, positions)
         else:
             output = convolve(input, bias, self._clamped_kernel(weight, positions))
