@@ -5,6 +5,33 @@ inputs around it, each times a Toeplitz matrix that is made of the window. So th
 convolution becomes a small dense convolution of blocks, whose channels are the cells of a block.
 The bank holds the matrices: one for each channel and each tap, which is an offset between blocks.
 
+Along one axis, with blocks of 8 cells: a map of 20 cells, x0 to x19, and a window of 5, k0 to k4.
+
+    block 0: x0 to x7        block 1: x8 to x15        block 2: x16 to x19, then zeros
+
+The first output of block 1 is k0 x6 + k1 x7 + k2 x8 + k3 x9 + k4 x10, and the last one needs x17.
+So there are three taps: -1, 0 and 1. Windows of up to 17 cells have three, of up to 33 five. In the
+matrices, rows u are the inputs of a block, and columns t the outputs:
+
+    tap -1   t0 t1 .. t7      tap 0   t0 t1 t2 t3 t4 t5 t6 t7      tap 1   t0 .. t5 t6 t7
+    u0        .  .     .      u0      k2 k1 k0  .  .  .  .  .      u0       .     . k4 k3
+    ..                        u1      k3 k2 k1 k0  .  .  .  .      u1       .     .  . k4
+    u6       k0  .     .      u2      k4 k3 k2 k1 k0  .  .  .      u2       .     .  .  .
+    u7       k1 k0     .      ..                                   ..
+                              u7       .  .  .  .  . k4 k3 k2
+
+    An entry is k[8 * tap + u - t + 2], where 2 is half of the window, or 0 beyond the window.
+
+    outputs of block b      sum over taps: inputs of block b + tap, times the matrix of tap
+    gradient of inputs      sum over taps: gradients of block b + tap, times the transposed matrix
+                            of -tap (TURNED)
+    gradient of a matrix    sum over blocks b: inputs of block b + tap, transposed, times the
+                            gradients of block b
+    gradient of k3          sum over its diagonal in these: (u1, t0) to (u7, t6) of tap 0, and
+                            (u0, t7) of tap 1; one entry for each output
+
+On maps, u and t are the 64 cells of a block, row by row, and a tap is an offset down and across.
+
 Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
 
     pack              maps (N, C, H, W), any strides  -> blocks (C, M, CELLS), sums of blocks

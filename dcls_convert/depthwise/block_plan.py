@@ -1,5 +1,7 @@
 """How maps of one shape are convolved in blocks: sizes, and the launches of the kernels.
 
+What blocks, taps and the bank are is drawn at the top of `block_kernels`.
+
 Axes: N images, C channels, H x W a map, R x S the window, E elements, M blocks of all images.
 
 This module needs Triton.

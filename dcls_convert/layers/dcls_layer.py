@@ -9,8 +9,18 @@ One forward pass of a 2-D layer, on a CPU:
    constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. oneDNN's algorithm or torch's convolves.
 
-On a GPU, for bilinear elements, block kernels do steps 3 and 4 together (`depthwise/blocks.py`), or
-one launch does step 3 (`gpu_construction.py`).
+On a GPU, for bilinear elements, block kernels construct and convolve (`depthwise/blocks.py`), or
+one launch constructs the kernel (`gpu_construction.py`).
+
+How a window of 7 cells lies around a kernel of 3, which was padded by 1. The numbers are positions:
+
+    grow    -3 -2 -1  0  1  2  3    padding  new_cells  an output sees    in a window of 9
+    both     .  .  x  x  x  .  .    3        0, 0       -3 to 3           positions stay
+    back     .  .  .  .  x  x  x    1        4, 0       -5 to 1           positions + 1: 3 becomes 4
+    ahead    x  x  x  .  .  .  .    1        0, 4       -1 to 5           positions - 1
+
+The layer adds `new_cells` to `padding`, which is what code outside sees. Cells that an output sees
+are counted from its own place on the map; the old kernel's, x, stay -1 to 1.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
