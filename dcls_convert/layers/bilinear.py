@@ -10,7 +10,7 @@ implementations are faster, and give the same kernel and the same gradients:
 | --------------------------------------- | -------------------------------------------------- |
 | 2-D, on a GPU with Triton               | `gpu_construction`                                 |
 | eager, elsewhere                        | `_BilinearKernel`, in blocks of kernels            |
-| otherwise (compiled, torch.func,        | `profiles.construct_by_profiles`                   |
+| otherwise (compiled, torch.func,        | `profiles.bilinear_by_profiles`                    |
 | exports), and for second derivatives    |                                                    |
 """
 
@@ -25,8 +25,7 @@ from torch.autograd import Function
 
 from ..depthwise.eager import is_being_compiled, is_eager, uses_cpu_implementation
 from ..depthwise.table import takes_kernels
-from .interpolation import INTERPOLATIONS
-from .profiles import WindowSize, cells_of, construct_by_profiles
+from .profiles import WindowSize, bilinear_by_profiles, cells_of
 
 # Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch does not
 # divide work into smaller pieces than this.
@@ -59,12 +58,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     cells = cells_of(positions, window)
     if eager and min(size) > 1:
         return cast(Tensor, _BilinearKernel.apply(weight, cells, window))
-    return construct_plainly(weight, cells, window)
-
-
-def construct_plainly(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-    """Construct kernels by operations with derivatives of any order; cells are (A, *C, E)."""
-    return construct_by_profiles(weight, cells, None, size, INTERPOLATIONS["bilinear"])
+    return bilinear_by_profiles(weight, cells, window)
 
 
 class _BilinearKernel(Function):
@@ -84,7 +78,7 @@ class _BilinearKernel(Function):
                 if uses_cpu_implementation(weight):
                     _scatter_block_(block_kernel, block_weight, block_cells, size)
                 else:
-                    constructed = construct_plainly(block_weight, block_cells, size)
+                    constructed = bilinear_by_profiles(block_weight, block_cells, size)
                     block_kernel.copy_(constructed.flatten(1))
         return kernel.view(*weight.shape[:-1], *size)
 
@@ -99,7 +93,7 @@ class _BilinearKernel(Function):
         size = ctx.size
         if torch.is_grad_enabled():
             # With create_graph=True, the gradients must be differentiable.
-            construct = functools.partial(construct_plainly, size=size)
+            construct = functools.partial(bilinear_by_profiles, size=size)
             gradients = torch.func.vjp(construct, weight, cells)[1]
             grad_weight, grad_cells = gradients(grad_output)
             return grad_weight, grad_cells, None

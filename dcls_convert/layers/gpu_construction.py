@@ -18,8 +18,7 @@ from ..depthwise import element_kernels as kernels
 from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch, NewTensor, Pass, Workspace
 from ..geometry import Pair, ceil_div
-from .bilinear import construct_plainly
-from .profiles import cells_of
+from .profiles import bilinear_by_profiles, cells_of
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
 _ELEMENTS: int = kernels.ELEMENTS.value
@@ -133,4 +132,4 @@ def _run(
 def construct_by_torch(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
     """Construct windows in float32 as the kernels do, by torch's operations."""
     cells = cells_of(positions.to(torch.float32), size)
-    return construct_plainly(weight.to(torch.float32), cells, size)
+    return bilinear_by_profiles(weight.to(torch.float32), cells, size)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..depthwise.eager import uses_cpu_implementation
-from .interpolation import Interpolation
+from .interpolation import INTERPOLATIONS, Interpolation
 
 WindowSize = tuple[int, ...]  # along the learnt axes, in cells
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
@@ -71,6 +71,11 @@ def construct_by_profiles(
         # A matrix product on a GPU might round its factors to 11 bits (TF32).
         kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
     return kernel.reshape(*weight.shape[:-1], *size)
+
+
+def bilinear_by_profiles(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
+    """Construct bilinear kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
+    return construct_by_profiles(weight, cells, None, size, INTERPOLATIONS["bilinear"])
 
 
 def clamped(value: Tensor, low: float, high: float) -> Tensor:
