@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..depthwise import table
-from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
+from ..depthwise.devices import float32_precision
 from ..geometry import Padding, Pair, extent, on_every_axis, static_padding
 
 MAX_CONVS = 100  # kept by a layer; with images of all sizes, there would be ever more
@@ -42,11 +42,7 @@ def key_of(
     padding: Padding,
 ) -> tuple[object, ...]:
     """Return a key that is equal for calls that one prepared convolution serves."""
-    device = input.device
-    device_type = device.type
-    dtype = input.dtype
-    if device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = table.computed_dtype(input, weight, bias)
     return (
         layer.output_dtype,
         padding,
@@ -55,14 +51,13 @@ def key_of(
         input.shape,
         input.stride(),
         input.dtype,
-        device,
+        input.device,
         dtype,
-        dtype is torch.float32 and device_type == "cuda" and float32_precision(),
+        dtype is torch.float32 and input.is_cuda and float32_precision(),
         weight.dtype,
-        weight.device,
         positions.dtype,
         positions.device,
-        bias is not None and (bias.dtype, bias.device),
+        bias is not None and bias.dtype,
     )
 
 
