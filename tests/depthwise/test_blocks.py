@@ -62,7 +62,6 @@ def test_small_integers_are_exact():
         "rare_layers",
         "float32_outputs",
         "clamped_positions",
-        "windows",
         "dense_layers",
     ],
 )
