@@ -52,9 +52,8 @@ class BlockPlan:
             output and the input's gradient have its memory format.
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
-        dtype: The dtype of the blocks: bfloat16, float16 or float32.
+        dtype: The dtype of the blocks and of the output: bfloat16, float16 or float32.
         has_bias: Whether a bias is added.
-        output_dtype: The dtype of the output. Default: that of the blocks.
         elements: Number of elements of a kernel; None if weight is windows.
         positions_dtype: The dtype of positions.
         window_by_torch: Makes windows of elements by torch's operations, which can be
@@ -69,7 +68,6 @@ class BlockPlan:
         dtype: torch.dtype,
         *,
         has_bias: bool,
-        output_dtype: torch.dtype | None = None,
         elements: int | None = None,
         positions_dtype: torch.dtype = torch.float32,
         window_by_torch: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -104,7 +102,7 @@ class BlockPlan:
         self._memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         output_size = (ceil_div(rows, stride[0]), ceil_div(columns, stride[1]))
         self.input = self._new_maps((images, channels, rows, columns), maps.dtype)
-        self.output = self._new_maps((images, channels, *output_size), output_dtype or dtype)
+        self.output = self._new_maps((images, channels, *output_size), dtype)
         self._blocks = self._new(channels, blocks, _CELLS)
         shape = (1,) if self.of_windows else (2, channels, 1, self.elements)
         # What the backward pass needs: blocks of the input, the bank, and clamped positions, as

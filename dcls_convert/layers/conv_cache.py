@@ -44,7 +44,6 @@ def key_of(
     """Return a key that is equal for calls that one prepared convolution serves."""
     dtype = table.computed_dtype(input, weight, bias)
     return (
-        layer.output_dtype,
         padding,
         layer.stride,
         layer.dilation,
@@ -76,25 +75,7 @@ def prepare_conv(
     The padding must be one that torch's function supports.
     """
     dtype = table.computed_dtype(input, weight, bias)
-    dilation = on_every_axis(layer.dilation, 2)
-    if isinstance(padding, str):  # "same" or "valid"
-        paddings = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
-        if all(before == after for before, after in paddings):
-            padding = tuple(before for before, _ in paddings)
-    spec = table.ConvSpec(
-        device=input.device,
-        dtype=dtype or input.dtype,
-        input_shape=tuple(input.shape),
-        kernel_shape=(
-            layer.out_channels,
-            layer.in_channels // layer.groups,
-            *layer.dilated_kernel_size,
-        ),
-        stride=cast(Pair, on_every_axis(layer.stride, 2)),
-        padding=cast(Any, padding),
-        dilation=cast(Pair, dilation),
-        groups=layer.groups,
-    )
+    spec = _spec_of(layer, input, dtype or input.dtype, padding)
     algorithm = table.TORCH
     if dtype is not None:
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
@@ -112,6 +93,26 @@ def prepare_conv(
     else:
         convolve = algorithm.prepare(spec, input, bias)
     return PreparedConv(convolve, takes_elements)
+
+
+def _spec_of(layer: Any, input: Tensor, dtype: torch.dtype, padding: Padding) -> table.ConvSpec:
+    """Return the layer's convolution of this input in plain values."""
+    dilation = on_every_axis(layer.dilation, 2)
+    if isinstance(padding, str):  # "same" or "valid"
+        paddings = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
+        if all(before == after for before, after in paddings):
+            padding = tuple(before for before, _ in paddings)
+    in_channels_per_group = layer.in_channels // layer.groups
+    return table.ConvSpec(
+        device=input.device,
+        dtype=dtype,
+        input_shape=tuple(input.shape),
+        kernel_shape=(layer.out_channels, in_channels_per_group, *layer.dilated_kernel_size),
+        stride=cast(Pair, on_every_axis(layer.stride, 2)),
+        padding=cast(Any, padding),
+        dilation=cast(Pair, dilation),
+        groups=layer.groups,
+    )
 
 
 def _plan_of_elements(
@@ -135,6 +136,5 @@ def _plan_of_elements(
         positions_dtype=positions.dtype,
         has_bias=bias is not None,
         window_by_torch=functools.partial(construct_by_torch, size=spec.window),
-        output_dtype=layer.output_dtype,
     )
     return functools.partial(convolve_by_plan, plan)

@@ -73,9 +73,6 @@ class DclsLayer(CheckedLayer):
     dims: ClassVar[int]
     conv_class: ClassVar[Any]  # nn.Conv1d, Conv2d or Conv3d
     conv_function: ClassVar[Callable[..., Tensor]]
-    # If set, `forward` of a 2-D layer returns this dtype. Under autocast, float32 saves the cast in
-    # front of a LayerNorm.
-    output_dtype: torch.dtype | None = None
 
     if TYPE_CHECKING:  # for type checkers, to which torch's modules return anything
 
@@ -413,12 +410,8 @@ class DclsLayer(CheckedLayer):
         if takes_elements:
             self._clamp_before_use_(positions, None)
             weight = self.traits.effective_weight(self, weight)
-            output = convolve(input, bias, weight, positions)
-        else:
-            output = convolve(input, bias, self._clamped_kernel(weight, positions))
-        if self.output_dtype is None:
-            return output
-        return output.to(self.output_dtype)
+            return convolve(input, bias, weight, positions)
+        return convolve(input, bias, self._clamped_kernel(weight, positions))
 
     def _clamped_kernel(self, weight: Tensor, positions: Tensor) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""

@@ -175,27 +175,6 @@ def rare_layers():
         leaf.requires_grad_(False)
 
 
-def float32_outputs():
-    """A layer writes float32 if it is asked to, and gets gradients in float32."""
-    layer = layer_of("bilinear", (9, 9))
-    images = integers(2, CHANNELS, 9, 10).requires_grad_()
-    gradient = integers(2, CHANNELS, 9, 10)
-    leaves = [images, *layer.parameters()]
-    for way in ("blocks", "torch"):
-        prefer(way, layer)
-        found = []
-        for dtype in (torch.bfloat16, torch.float32):
-            layer.output_dtype = dtype if dtype == torch.float32 else None
-            with torch.autocast("cpu", torch.bfloat16):
-                output = layer(images)
-            assert output.dtype == dtype
-            gradients = torch.autograd.grad(output, leaves, gradient.to(dtype), create_graph=True)
-            gradients += torch.autograd.grad(gradients[0].square().sum(), leaves[1:2])
-            found.append([output.bfloat16(), *gradients])
-        for result, expected in zip(*found, strict=True):
-            assert torch.equal(result, expected)
-
-
 def clamped_positions():
     """Positions are clamped in training alone; earlier passes keep their gradients."""
     images = torch.randn(1, CHANNELS, 8, 8)

@@ -60,7 +60,6 @@ def test_small_integers_are_exact():
         "all_exact",
         "layers",
         "rare_layers",
-        "float32_outputs",
         "clamped_positions",
         "dense_layers",
     ],
