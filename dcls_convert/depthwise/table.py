@@ -272,18 +272,10 @@ def find_algorithm(spec: ConvSpec, *tensors: Tensor, eager: bool) -> Algorithm:
     algorithm = choose_algorithm(spec, preference())
     if eager and spec.is_depthwise:
         logger.debug("%s: by %s", spec, algorithm.name)
-        if algorithm is TORCH and preference() == "auto" and _would_profit_from_blocks(spec):
+        is_slow = algorithm is TORCH and spec.cells > MAX_CELLS_FOR_TORCH
+        if is_slow and preference() == "auto" and takes_kernels(spec.device):
             warn_of_slow_window(spec.window)
     return algorithm
-
-
-def _would_profit_from_blocks(spec: ConvSpec) -> bool:
-    """True if a GPU computes convolutions with such windows in blocks, but not this one."""
-    return (
-        spec.device.type == "cuda"
-        and spec.cells > MAX_CELLS_FOR_TORCH
-        and why_no_blocks(spec.device) is None
-    )
 
 
 @functools.cache
