@@ -54,6 +54,7 @@ from ..geometry import (
 from .construction import construct_unchecked
 from .conv_cache import ConvCache, key_of, prepare_conv
 from .conv_classes import PLAIN, ConvTraits
+from .conv_settings import own_settings
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .padding import pad
@@ -290,14 +291,15 @@ class DclsLayer(CheckedLayer):
                     f"axis {axis}: a window of {new} instead of {old} would shift the output; use "
                     f"{new - 1} or {new + 1}"
                 )
-        padding: Any = self.padding
-        if not isinstance(padding, str | tuple):  # set after construction
-            padding = self.on_every_axis(padding)
-        spacings = self.on_every_axis(self.dilation)
-        extents = tuple(map(extent, sides, spacings))
-        stride = self.on_every_axis(self.stride)
+        settings = own_settings(self)
+        extents = tuple(map(extent, sides, settings.dilation))
         padding = grown_padding(
-            padding, self.dilated_kernel_size, spacings, extents, stride, self.grow
+            settings.padding,
+            self.dilated_kernel_size,
+            settings.dilation,
+            extents,
+            settings.stride,
+            self.grow,
         )
         if not isinstance(padding, str):
             if min(map(min, static_padding(padding, extents))) < 0:
