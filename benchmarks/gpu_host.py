@@ -48,11 +48,9 @@ Step = Callable[[], object]
 def layer_of(channels: int) -> nn.Module:
     from dcls_convert.layers.dcls_conv import DclsConv2d
 
-    layer = DclsConv2d(
+    return DclsConv2d(
         channels, channels, groups=channels, kernel_count=34, dilated_kernel_size=17, padding=8
     )
-    layer.output_dtype = torch.float32  # for the LayerNorm behind it
-    return layer
 
 
 def loops() -> dict[str, Step]:

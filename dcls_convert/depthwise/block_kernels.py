@@ -5,6 +5,33 @@ inputs around it, each times a Toeplitz matrix that is made of the window. So th
 convolution becomes a small dense convolution of blocks, whose channels are the cells of a block.
 The bank holds the matrices: one for each channel and each tap, which is an offset between blocks.
 
+Along one axis, with blocks of 8 cells: a map of 20 cells, x0 to x19, and a window of 5, k0 to k4.
+
+    block 0: x0 to x7        block 1: x8 to x15        block 2: x16 to x19, then zeros
+
+The first output of block 1 is k0 x6 + k1 x7 + k2 x8 + k3 x9 + k4 x10, and the last one needs x17.
+So there are three taps: -1, 0 and 1. Windows of up to 17 cells have three, of up to 33 five. In the
+matrices, rows u are the inputs of a block, and columns t the outputs:
+
+    tap -1   t0 t1 .. t7      tap 0   t0 t1 t2 t3 t4 t5 t6 t7      tap 1   t0 .. t5 t6 t7
+    u0        .  .     .      u0      k2 k1 k0  .  .  .  .  .      u0       .     . k4 k3
+    ..                        u1      k3 k2 k1 k0  .  .  .  .      u1       .     .  . k4
+    u6       k0  .     .      u2      k4 k3 k2 k1 k0  .  .  .      u2       .     .  .  .
+    u7       k1 k0     .      ..                                   ..
+                              u7       .  .  .  .  . k4 k3 k2
+
+    An entry is k[8 * tap + u - t + 2], where 2 is half of the window, or 0 beyond the window.
+
+    outputs of block b      sum over taps: inputs of block b + tap, times the matrix of tap
+    gradient of inputs      sum over taps: gradients of block b + tap, times the transposed matrix
+                            of -tap (TURNED)
+    gradient of a matrix    sum over blocks b: inputs of block b + tap, transposed, times the
+                            gradients of block b
+    gradient of k3          sum over its diagonal in these: (u1, t0) to (u7, t6) of tap 0, and
+                            (u0, t7) of tap 1; one entry for each output
+
+On maps, u and t are the 64 cells of a block, row by row, and a tap is an offset down and across.
+
 Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
 
     pack              maps (N, C, H, W), any strides  -> blocks (C, M, CELLS), sums of blocks
@@ -240,15 +267,13 @@ def gradient_of_bank(
         exists = row_exists & is_below(column + across, block_columns)
         offset = block[:, None] * CELLS + cell
         gradient = tl.load(gradients + offset, mask=in_part[:, None], other=0.0)
-        inputs = tl.load(blocks + offset, mask=exists[:, None], other=0.0)
-        total = tl.dot(tl.trans(inputs), gradient, total, input_precision=PRECISION)
+        total = add_products(total, blocks + offset, exists, gradient, PRECISION)
         if THREE:
             exists = row_exists & (column > 0)
-            inputs = tl.load(blocks - CELLS + offset, mask=exists[:, None], other=0.0)
-            left = tl.dot(tl.trans(inputs), gradient, left, input_precision=PRECISION)
+            left = add_products(left, blocks - CELLS + offset, exists, gradient, PRECISION)
             exists = row_exists & (column < block_columns - 1)
-            inputs = tl.load(blocks + CELLS + offset, mask=exists[:, None], other=0.0)
-            right = tl.dot(tl.trans(inputs), gradient, right, input_precision=PRECISION)
+            right = add_products(right, blocks + CELLS + offset, exists, gradient, PRECISION)
+        # Go on to the blocks after these, which may be in the next row, or in the next image.
         column += columns_in_step
         wraps = column >= block_columns
         column = tl.where(wraps, column - block_columns, column)
@@ -263,6 +288,13 @@ def gradient_of_bank(
 
 
 @triton.jit
+def add_products(total, inputs_at, exists, gradient, PRECISION: tl.constexpr):
+    """Add a sum of products (CELLS of inputs, CELLS of outputs) over some blocks to a total."""
+    inputs = tl.load(inputs_at, mask=exists[:, None], other=0.0)
+    return tl.dot(tl.trans(inputs), gradient, total, input_precision=PRECISION)
+
+
+@triton.jit
 def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
     """Add up the sums of a channel's blocks of gradients, and store the bias's gradient."""
     sums += tl.cast(channel, tl.int64) * blocks_in_all
@@ -274,13 +306,12 @@ def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
 
 
 @triton.jit
-def sum_diagonals(
-    partial_sums, r, s, exists, channel, channels, parts, taps_down, taps_across, R, S
-):
+def sum_diagonals(partial_sums, r, s, exists, channel, sizes, R, S):
     """Sum the bank's gradient to that of GATHERED cells (r, s) of one channel's window.
 
     A cell of the window is on a diagonal of the matrices: it has an entry for each output cell.
     """
+    channels, parts, taps_down, taps_across = sizes
     cell_out = tl.arange(0, CELLS)[None, :]
     row_in = cell_out // SIDE + r[:, None] - R // 2 + taps_down // 2 * SIDE
     column_in = cell_out % SIDE + s[:, None] - S // 2 + taps_across // 2 * SIDE

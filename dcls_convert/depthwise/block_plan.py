@@ -1,5 +1,7 @@
 """How maps of one shape are convolved in blocks: sizes, and the launches of the kernels.
 
+What blocks, taps and the bank are is drawn at the top of `block_kernels`.
+
 Axes: N images, C channels, H x W a map, R x S the window, E elements, M blocks of all images.
 
 This module needs Triton.
@@ -32,11 +34,9 @@ BLOCKS_AT_ONCE = {2: 128, 4: 64}
 STEP = {2: 64, 4: 32}
 WARPS = {2: 4, 4: 8}
 GRADIENT_WARPS = 4  # with more, sm_80 spills registers
-# Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or more
-# on NVIDIA's GPUs), or 96 KB where three taps are added at once (of 227 KB), or 48 KB (of 64 KB on
-# AMD's).
+# Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or
+# more), or 96 KB where three taps are added at once (of 227 KB).
 STAGES = 3
-STAGES_ON_AMD = 2
 
 
 class BlockPlan:
@@ -52,12 +52,10 @@ class BlockPlan:
             output and the input's gradient have its memory format.
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
-        dtype: The dtype of the blocks: bfloat16, float16 or float32.
+        dtype: The dtype of the blocks and of the output: bfloat16, float16 or float32.
         has_bias: Whether a bias is added.
-        output_dtype: The dtype of the output. Default: that of the blocks.
         elements: Number of elements of a kernel; None if weight is windows.
         positions_dtype: The dtype of positions.
-        clamps: Whether positions are clamped in place, too.
         window_by_torch: Makes windows of elements by torch's operations, which can be
             differentiated twice.
     """
@@ -70,10 +68,8 @@ class BlockPlan:
         dtype: torch.dtype,
         *,
         has_bias: bool,
-        output_dtype: torch.dtype | None = None,
         elements: int | None = None,
         positions_dtype: torch.dtype = torch.float32,
-        clamps: bool = False,
         window_by_torch: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         images, channels, rows, columns = maps.shape
@@ -92,7 +88,6 @@ class BlockPlan:
         self.of_windows = elements is None
         self.elements = elements or window[0] * window[1]
         self.window_by_torch = window_by_torch or (lambda weight, positions: weight)
-        self.clamps = clamps
         self.channels = channels
         self.blocks = blocks
         self.taps = taps_down * taps_across
@@ -103,12 +98,11 @@ class BlockPlan:
         self.precision = "ieee"  # of products; of no effect for 16 bits
         if dtype == torch.float32:
             self.precision = float32_precision()
-        self.stages = STAGES_ON_AMD if torch.version.hip else STAGES
         self.channels_last = is_channels_last(maps)
         self._memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         output_size = (ceil_div(rows, stride[0]), ceil_div(columns, stride[1]))
         self.input = self._new_maps((images, channels, rows, columns), maps.dtype)
-        self.output = self._new_maps((images, channels, *output_size), output_dtype or dtype)
+        self.output = self._new_maps((images, channels, *output_size), dtype)
         self._blocks = self._new(channels, blocks, _CELLS)
         shape = (1,) if self.of_windows else (2, channels, 1, self.elements)
         # What the backward pass needs: blocks of the input, the bank, and clamped positions, as
@@ -263,7 +257,7 @@ class BlockPlan:
             element_kernels.pack_and_make_bank,
             (programs, ceil_div(self.channels, _CHANNELS), 1),
             (*sizes, *self.tap_sizes, self.elements),
-            (*layout, *self.window, self.clamps, self.of_windows),
+            (*layout, *self.window, self.of_windows),
         )
 
     def _unpack(self, maps: NewTensor, steps: Pair) -> Launch:
@@ -297,7 +291,7 @@ class BlockPlan:
             self.product_sizes,
             (has_bias, turned, self.precision, BLOCKS_AT_ONCE[size], STEP[size]),
             warps=WARPS[size],
-            stages=self.stages,
+            stages=STAGES,
         )
 
     def _gradients_of_kernel(self) -> tuple[Launch, Launch, int]:
@@ -315,7 +309,7 @@ class BlockPlan:
             (self.channels, blocks_in_part, *self.product_sizes),
             (self.precision, step, three),
             warps=GRADIENT_WARPS,
-            stages=self.stages,
+            stages=STAGES,
         )
         of_elements = Launch(
             element_kernels.element_gradients_of_bank,

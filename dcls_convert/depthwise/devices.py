@@ -11,15 +11,12 @@ from torch.compiler import assume_constant_result
 
 from ..progress import logger
 from ..text import one_line, shortened
-from .preference import VARIABLE, preference
 
 # Device types of GPUs. ROCm reports cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
 AUTOCAST_DEVICES = GPUS | {"cpu"}
 DEVICE_TYPES_WITHOUT_FLOAT64 = ("mps",)
-# AMD's GPUs whose registers and shared memory suffice for blocks; NVIDIA's have them from 8.0 on.
-AMD_ARCHITECTURES = frozenset({"gfx90a", "gfx942", "gfx950"})
-MIN_CUDA_CAPABILITY = (8, 0)
+MIN_CUDA_CAPABILITY = (8, 0)  # GPUs with fewer registers are too small for blocks
 # Major compute capabilities whose tensor cores read shared memory, and so need fewer registers, and
 # that have 96 KB of it for each program.
 THREE_TAPS_ON_NVIDIA = frozenset({9, 10})
@@ -37,9 +34,8 @@ def in_double(tensor: Tensor) -> Tensor:
 def why_no_blocks(device: torch.device) -> str | None:
     """Return why `blocks` cannot be computed on this device; None if they can.
 
-    They need Triton. On a CPU, blocks run only in its interpreter; on AMD's GPUs, where they have
-    never run, only if the environment variable asks for them. The device is examined once, and if a
-    GPU could compute blocks otherwise, a warning says what is missing.
+    They need Triton, and an NVIDIA GPU; on a CPU, they run only in Triton's interpreter. The device
+    is examined once, and if a GPU could compute blocks otherwise, a warning says what is missing.
     """
     return _why_no_blocks(device)
 
@@ -50,22 +46,14 @@ def _why_no_blocks(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"not for {device.type}"
-    if not _has_enough_registers(device):
+    if torch.version.hip:
+        return "not for AMD's GPUs"
+    if torch.cuda.get_device_capability(device) < MIN_CUDA_CAPABILITY:
         return "this GPU has too few registers"
-    if torch.version.hip and preference() != "blocks":
-        reason: str | None = f"blocks have never run on AMD's GPUs; try them by {VARIABLE}=blocks"
-    else:
-        reason = _why_triton_fails(device)
+    reason = _why_triton_fails(device)
     if reason is not None:
         logger.warning("%s: wide depthwise convolutions are slow, because %s", device, reason)
     return reason
-
-
-def _has_enough_registers(device: torch.device) -> bool:
-    if torch.version.hip:
-        name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.partition(":")[0] in AMD_ARCHITECTURES
-    return torch.cuda.get_device_capability(device) >= MIN_CUDA_CAPABILITY
 
 
 def _why_triton_fails(device: torch.device) -> str | None:
@@ -93,16 +81,12 @@ def adds_three_taps(device: torch.device) -> bool:
     """True if programs of 16-bit products have room for the gradients of three taps at once."""
     if device.type == "cpu":  # in Triton's interpreter
         return True
-    if torch.version.hip:
-        return False
     return torch.cuda.get_device_capability(device)[0] in THREE_TAPS_ON_NVIDIA
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def float32_precision() -> str:
     """Return how products of float32 are computed: with TF32 if torch's own may be."""
-    if torch.version.hip:
-        return "ieee"
     matmul: Any = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # torch 2.9; reading the older setting may then raise
         allows_tf32 = matmul.fp32_precision == "tf32"

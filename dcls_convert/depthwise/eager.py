@@ -40,12 +40,16 @@ def is_eager(*tensors: Tensor) -> bool:
 def may_change_in_place(tensor: Tensor) -> bool:
     """True if a layer may change this tensor of its own in a forward pass.
 
-    False under torch.func and forward-mode AD, and for all but parameters: FSDP1, DataParallel and
-    `functional_call` give layers tensors that were computed from parameters, often as views, and a
-    change could make the backward pass fail.
+    False in exports, under torch.func and forward-mode AD, and for all but parameters: FSDP1,
+    DataParallel and `functional_call` give layers tensors that were computed from parameters, often
+    as views, and a change could make the backward pass fail.
     """
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return is_parameter and not _transforms_active() and not _has_tangents()
+    return (
+        isinstance(tensor, nn.Parameter)
+        and not _transforms_active()
+        and not _has_tangents()
+        and not is_exporting()
+    )
 
 
 def _has_tangents() -> bool:

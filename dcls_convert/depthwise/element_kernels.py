@@ -81,12 +81,8 @@ def construct(
     S: tl.constexpr,
     CELLS_PADDED: tl.constexpr,
     KERNELS: tl.constexpr,
-    CLAMP: tl.constexpr,
 ):
-    """Construct KERNELS windows (N, R, S), and write clamped positions (2, N, E).
-
-    If CLAMP, positions are clamped in place, too.
-    """
+    """Construct KERNELS windows (N, R, S), and write clamped positions (2, N, E)."""
     kernel = tl.program_id(0) * KERNELS + tl.arange(0, KERNELS)[:, None]
     cell = tl.arange(0, CELLS_PADDED)[None, :]
     is_kernel = kernel < kernels
@@ -99,9 +95,6 @@ def construct(
         x, fraction_x, clamped_x = place_in_window(positions, second + offset, is_kernel, S)
         tl.store(clamped + offset, clamped_y, mask=is_kernel)
         tl.store(clamped + second + offset, clamped_x, mask=is_kernel)
-        if CLAMP:
-            tl.store(positions + offset, clamped_y, mask=is_kernel)
-            tl.store(positions + second + offset, clamped_x, mask=is_kernel)
         value = tl.load(weight + offset, mask=is_kernel, other=0.0).to(tl.float32)
         total += value * shares(cell // S, y, fraction_y) * shares(cell % S, x, fraction_x)
     windows += kernel.to(tl.int64) * (R * S) + cell
@@ -172,7 +165,6 @@ def pack_and_make_bank(
     COLUMNS_ADJACENT: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
-    CLAMP: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):
     """Do what `pack` does, in its programs, and make the bank of elements, in those after them."""
@@ -206,7 +198,7 @@ def pack_and_make_bank(
         sizes = (channels * UNIT, elements, taps_down, taps_across)
         if channel < channels * UNIT:
             tap = matrix // PACK_CHANNELS
-            make_matrix(weight, positions, clamped, bank, tap, channel, sizes, R, S, CLAMP, WINDOWS)
+            make_matrix(weight, positions, clamped, bank, tap, channel, sizes, R, S, WINDOWS)
 
 
 @triton.jit
@@ -220,14 +212,12 @@ def make_matrix(
     sizes,
     R: tl.constexpr,
     S: tl.constexpr,
-    CLAMP: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):
     """Write the matrix of one tap and channel, and, for the first tap, clamped positions (2, C, E).
 
-    If CLAMP, positions are clamped in place, too. The matrix depends on the NEAR x NEAR cells of
-    the window around the tap's offset, which are a product: (rows, elements) x (elements, columns).
-    If WINDOWS, weight holds them: (C, R, S).
+    The matrix depends on the NEAR x NEAR cells of the window around the tap's offset, which are a
+    product: (rows, elements) x (elements, columns). If WINDOWS, weight holds them: (C, R, S).
     """
     channels, elements, taps_down, taps_across = sizes
     near = tl.arange(0, NEAR)
@@ -249,10 +239,6 @@ def make_matrix(
             is_written = exists & (tap == 0)
             tl.store(clamped + offset_y, clamped_y, mask=is_written)
             tl.store(clamped + offset_x, clamped_x, mask=is_written)
-            # Programs of other taps may read before or after this; both clamp to the same value.
-            if CLAMP:
-                tl.store(positions + offset_y, clamped_y, mask=is_written)
-                tl.store(positions + offset_x, clamped_x, mask=is_written)
             value = tl.load(weight + offset_y, mask=exists, other=0.0).to(tl.float32)
             in_rows = shares(r[:, None], y[None, :], fraction_y[None, :])
             in_columns = shares(s[None, :], x[:, None], fraction_x[:, None])
@@ -299,38 +285,19 @@ def element_gradients_of_bank(
     element = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)
     exists = element < elements
     offset = channel * elements + element
+    sizes = (channels, parts, taps_down, taps_across)
     if WINDOWS:
         y = element // S
         x = element % S
-        total = sum_diagonals(
-            partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
+        total = sum_diagonals(partial_sums, y, x, exists, channel, sizes, R, S)
         tl.store(grad_weight + offset, total, mask=exists)
     else:
         y, fraction_y, _ = place_in_window(positions, offset, exists, R)
         x, fraction_x, _ = place_in_window(positions, channels * elements + offset, exists, S)
-        top_left = sum_diagonals(
-            partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
-        top_right = sum_diagonals(
-            partial_sums, y, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
-        bottom_left = sum_diagonals(
-            partial_sums, y + 1, x, exists, channel, channels, parts, taps_down, taps_across, R, S
-        )
-        bottom_right = sum_diagonals(
-            partial_sums,
-            y + 1,
-            x + 1,
-            exists,
-            channel,
-            channels,
-            parts,
-            taps_down,
-            taps_across,
-            R,
-            S,
-        )
+        top_left = sum_diagonals(partial_sums, y, x, exists, channel, sizes, R, S)
+        top_right = sum_diagonals(partial_sums, y, x + 1, exists, channel, sizes, R, S)
+        bottom_left = sum_diagonals(partial_sums, y + 1, x, exists, channel, sizes, R, S)
+        bottom_right = sum_diagonals(partial_sums, y + 1, x + 1, exists, channel, sizes, R, S)
         value = tl.load(weight + offset, mask=exists, other=0.0).to(tl.float32)
         grad_value, grad_row, grad_column = interpolate_gradients(
             value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x

@@ -276,8 +276,6 @@ def compiled_program(launch: Launch, dtypes: tuple[torch.dtype, ...], device: to
 @functools.cache
 def launch_function() -> Callable[..., None] | None:
     """Build the function of `launch.c`, as Triton builds its own; None if that is impossible."""
-    if torch.version.hip:
-        return None
     source = Path(__file__).with_name("launch.c").read_text(encoding="utf-8")
     try:
         from triton.runtime.build import compile_module_from_src  # no public API

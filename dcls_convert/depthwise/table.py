@@ -1,26 +1,31 @@
 """The table of algorithms for depthwise convolutions: which one computes which.
 
 The choice is a function of device, dtype and shapes; nothing is timed while a network runs. Users
-can override it with an environment variable (`preference.py`).
+can override it with an environment variable, which is read once.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import assume_constant_result
 
 from ..depthwise import onednn
+from ..errors import DclsConvertError
 from ..geometry import Pair, size_text
 from ..progress import logger
+from ..text import did_you_mean, shortened
 from .devices import AUTOCAST_DEVICES, GPUS, why_no_blocks
 from .eager import is_being_compiled
 from .layouts import BLOCK_SIDE, MAX_OFFSET
-from .preference import Preference, preference
 
+Preference = Literal["auto", "torch", "blocks", "products"]
+VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 BLOCKS_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Measured on an H200: in a window of at most this many cells, torch is faster.
 MAX_CELLS_FOR_TORCH = 49
@@ -191,6 +196,30 @@ ALGORITHMS = (
 )
 
 
+# torch.compile can neither trace this function nor use a cache.
+@assume_constant_result  # type: ignore[untyped-decorator]
+def preference() -> Preference:
+    """Return the value of the environment variable DCLS_CONVERT_DEPTHWISE.
+
+    Raises:
+        DclsConvertError: The value is not one of `Preference`.
+    """
+    return _preference()
+
+
+@functools.cache
+def _preference() -> Preference:
+    value = os.environ.get(VARIABLE) or "auto"
+    allowed = get_args(Preference)
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
+        raise DclsConvertError(
+            f"environment: {VARIABLE}={shortened(value)!r} must be "
+            f"{', '.join(allowed[:-1])} or {allowed[-1]}{hint}"
+        )
+    return cast(Preference, value)
+
+
 def choose_algorithm(spec: ConvSpec, preferred: Preference = "auto") -> Algorithm:
     """Return the first algorithm that can compute a convolution, and is best.
 
@@ -243,18 +272,10 @@ def find_algorithm(spec: ConvSpec, *tensors: Tensor, eager: bool) -> Algorithm:
     algorithm = choose_algorithm(spec, preference())
     if eager and spec.is_depthwise:
         logger.debug("%s: by %s", spec, algorithm.name)
-        if algorithm is TORCH and preference() == "auto" and _would_profit_from_blocks(spec):
+        is_slow = algorithm is TORCH and spec.cells > MAX_CELLS_FOR_TORCH
+        if is_slow and preference() == "auto" and takes_kernels(spec.device):
             warn_of_slow_window(spec.window)
     return algorithm
-
-
-def _would_profit_from_blocks(spec: ConvSpec) -> bool:
-    """True if a GPU computes convolutions with such windows in blocks, but not this one."""
-    return (
-        spec.device.type == "cuda"
-        and spec.cells > MAX_CELLS_FOR_TORCH
-        and why_no_blocks(spec.device) is None
-    )
 
 
 @functools.cache
@@ -269,7 +290,7 @@ def warn_of_slow_window(window: Pair) -> None:
     )
 
 
-def takes_kernels(spec: ConvSpec) -> bool:
+def takes_kernels(device: torch.device) -> bool:
     """True if this package's kernels for GPUs may be launched."""
-    is_gpu = spec.device.type != "cpu" or preference() == "blocks"
-    return is_gpu and why_no_blocks(spec.device) is None
+    is_gpu = device.type != "cpu" or preference() == "blocks"
+    return is_gpu and why_no_blocks(device) is None

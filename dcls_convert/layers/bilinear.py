@@ -3,20 +3,15 @@
 Axes: *C channels (any number of axes, with one kernel for each entry), E kernel elements, A learnt
 axes, N all kernels on a single axis. `cells` are positions counted from the window's first cell.
 
-Several implementations give the same kernel and the same gradients:
+Bilinear elements are triangles with a sigma of 1, which `profiles` constructs for all cases. Two
+implementations are faster, and give the same kernel and the same gradients:
 
-| when                                           | which                                           |
-| ---------------------------------------------- | ----------------------------------------------- |
-| eager, on a CPU                                | `_BilinearKernel`: scattered additions, in      |
-|                                                | blocks                                          |
-| 2-D, on a GPU with Triton                      | `gpu_construction`                              |
-| eager, elsewhere                               | `_BilinearKernel`: `construct_by_broadcasting`, |
-|                                                | in blocks                                       |
-| second derivatives of `_BilinearKernel`        | `construct_by_scatter`                          |
-| otherwise (compiled, torch.func), on a CPU     | `construct_by_scatter`                          |
-| otherwise, on another device                   | `construct_by_broadcasting`                     |
-
-On devices other than CPUs, scattered additions have no fixed order.
+| when                                    | which                                              |
+| --------------------------------------- | -------------------------------------------------- |
+| 2-D, on a GPU with Triton               | `gpu_construction`                                 |
+| eager, elsewhere                        | `_BilinearKernel`, in blocks of kernels            |
+| otherwise (compiled, torch.func,        | `profiles.bilinear_by_profiles`                    |
+| exports), and for second derivatives    |                                                    |
 """
 
 import functools
@@ -28,14 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.devices import why_no_blocks
 from ..depthwise.eager import is_being_compiled, is_eager, uses_cpu_implementation
-from .bilinear_plain import (
-    WindowSize,
-    construct_by_broadcasting,
-    construct_by_scatter,
-    per_axis,
-)
+from ..depthwise.table import takes_kernels
+from .profiles import WindowSize, bilinear_by_profiles, cells_of
 
 # Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch does not
 # divide work into smaller pieces than this.
@@ -48,33 +38,27 @@ MAX_PRODUCTS = 1 << 26
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
     """Construct kernels: weight (*C, E), positions (A, *C, E) -> (*C, *size).
 
-    Positions are in cells from the kernel centre. The tensors are float32 or float64. The sides of
-    the window are longer than one cell.
+    Positions are in cells from the kernel centre. The tensors are float32 or float64.
     """
+    window = tuple(size)
     eager = is_eager(weight, positions)
     if (
-        weight.is_cuda
-        and len(size) == 2
+        len(size) == 2
+        and min(size) > 1
         and weight.dtype == torch.float32
         and weight.numel() > 0
         and (eager or is_being_compiled(weight, positions))
-        and why_no_blocks(weight.device) is None
+        and takes_kernels(weight.device)
     ):
         from .gpu_construction import construct_windows  # needs Triton
 
         return construct_windows(weight, positions, (size[0], size[1]))
     # A layer clamps its positions in place in every forward pass, so they must not be saved for
     # backward. The sum is a copy, even if it adds 0.
-    if len(set(size)) == 1:
-        cells = positions + size[0] // 2
-    else:
-        cells = positions + per_axis([length // 2 for length in size], positions)
-    window = tuple(size)
-    if eager:
+    cells = cells_of(positions, window)
+    if eager and min(size) > 1:
         return cast(Tensor, _BilinearKernel.apply(weight, cells, window))
-    if uses_cpu_implementation(weight):
-        return construct_by_scatter(weight, cells, window)
-    return construct_by_broadcasting(weight, cells, window)
+    return bilinear_by_profiles(weight, cells, window)
 
 
 class _BilinearKernel(Function):
@@ -94,9 +78,7 @@ class _BilinearKernel(Function):
                 if uses_cpu_implementation(weight):
                     _scatter_block_(block_kernel, block_weight, block_cells, size)
                 else:
-                    constructed = construct_by_broadcasting(
-                        block_weight, block_cells, size, differentiable=False
-                    )
+                    constructed = bilinear_by_profiles(block_weight, block_cells, size)
                     block_kernel.copy_(constructed.flatten(1))
         return kernel.view(*weight.shape[:-1], *size)
 
@@ -110,9 +92,8 @@ class _BilinearKernel(Function):
         weight, cells = ctx.saved_tensors
         size = ctx.size
         if torch.is_grad_enabled():
-            # With create_graph=True, the gradients must be differentiable; plain operations have
-            # derivatives of any order.
-            construct = functools.partial(construct_by_scatter, size=size)
+            # With create_graph=True, the gradients must be differentiable.
+            construct = functools.partial(bilinear_by_profiles, size=size)
             gradients = torch.func.vjp(construct, weight, cells)[1]
             grad_weight, grad_cells = gradients(grad_output)
             return grad_weight, grad_cells, None

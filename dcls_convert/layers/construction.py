@@ -7,17 +7,15 @@ along the first learnt axis (the row in 2-D), in cells from the kernel centre, w
 `size // 2`.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..depthwise.eager import is_exporting, uses_cpu_implementation
 from ..geometry import along_learnt_axes
-from .bilinear_plain import clamped
+from .bilinear import bilinear_kernel
 from .interpolation import Interpolation, find_interpolation
-from .profiles import FAST_KERNELS, normalised_profile
+from .profiles import cells_of, construct_by_profiles
 
 
 def construct_kernel(
@@ -102,48 +100,16 @@ def construct_unchecked(
     dtype = torch.promote_types(dtype, torch.float32)
     exact_weight = weight.to(dtype)
     exact_positions = positions.to(dtype)
-    # Few export formats can translate scattered additions, and some translate them wrongly.
-    fast_kernel = FAST_KERNELS.get(interpolation.name)
-    if fast_kernel is not None and min(learnt_size) > 1 and not is_exporting():
-        kernel = fast_kernel(exact_weight, exact_positions, learnt_size)
+    if interpolation.name == "bilinear":
+        kernel = bilinear_kernel(exact_weight, exact_positions, learnt_size)
     else:
+        cells = cells_of(exact_positions, learnt_size)
         if sigma is not None:
             sigma = sigma.to(dtype)
-        kernel = _by_profiles(exact_weight, exact_positions, sigma, learnt_size, interpolation)
+        kernel = construct_by_profiles(exact_weight, cells, sigma, learnt_size, interpolation)
     # The dense axes come first; move them to their places.
     places = sorted(dense_axes)
     first_axes = list(range(len(places)))
     if places != first_axes:
         kernel = kernel.movedim([2 + axis for axis in first_axes], [2 + axis for axis in places])
     return kernel.to(weight.dtype)  # (O, I, *size)
-
-
-def _by_profiles(
-    weight: Tensor,
-    positions: Tensor,
-    sigma: Tensor | None,
-    size: tuple[int, ...],
-    interpolation: Interpolation,
-) -> Tensor:
-    """Construct kernels: weight (*C, E), positions and sigma (A, *C, E) -> (*C, *size).
-
-    Each element is spread by the product of its normalised profiles.
-    """
-    profiles: list[Tensor] = []
-    for axis, length in enumerate(size):
-        cells = clamped(positions[axis] + length // 2, 0, length - 1)
-        width = None
-        if sigma is not None:
-            width = clamped(sigma[axis], interpolation.min_sigma or 0, math.inf)
-        profiles.append(normalised_profile(interpolation, cells, length, width))
-    spread = weight.unsqueeze(-1)  # (*C, E, 1)
-    for profile in profiles[:-1]:
-        products = spread.unsqueeze(-1) * profile.unsqueeze(-2)
-        spread = products.flatten(-2)  # (*C, E, product of lengths)
-    if uses_cpu_implementation(weight):
-        # One matrix product per kernel. In 1-D and 2-D, this avoids a tensor of elements x window.
-        kernel = spread.transpose(-1, -2) @ profiles[-1]
-    else:
-        # A matrix product on a GPU might round its factors to 11 bits (TF32).
-        kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
-    return kernel.reshape(*weight.shape[:-1], *size)

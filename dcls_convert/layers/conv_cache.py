@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..depthwise import table
-from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
-from ..depthwise.eager import may_change_in_place
+from ..depthwise.devices import float32_precision
 from ..geometry import Padding, Pair, extent, on_every_axis, static_padding
 
 MAX_CONVS = 100  # kept by a layer; with images of all sizes, there would be ever more
@@ -18,7 +17,7 @@ class PreparedConv(NamedTuple):
     """How a layer convolves inputs of one shape, strides, dtype and device."""
 
     convolve: table.Convolve
-    is_fused: bool  # True if it takes weight and positions instead of a kernel
+    takes_elements: bool  # weight and positions, instead of a kernel
 
 
 class ConvCache(dict[tuple[object, ...], PreparedConv]):
@@ -43,31 +42,21 @@ def key_of(
     padding: Padding,
 ) -> tuple[object, ...]:
     """Return a key that is equal for calls that one prepared convolution serves."""
-    device = input.device
-    # Ask `is_cuda` and `is_cpu` first: both together take less time than `device.type`.
-    device_type = "cuda" if input.is_cuda else "cpu" if input.is_cpu else device.type
-    dtype = input.dtype
-    if device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = table.computed_dtype(input, weight, bias)
     return (
-        layer.training,
-        layer.output_dtype,
         padding,
         layer.stride,
         layer.dilation,
         input.shape,
         input.stride(),
         input.dtype,
-        device,
+        input.device,
         dtype,
-        dtype is torch.float32 and device_type == "cuda" and float32_precision(),
+        dtype is torch.float32 and input.is_cuda and float32_precision(),
         weight.dtype,
-        weight.device,
         positions.dtype,
         positions.device,
-        positions.is_contiguous(),
-        type(positions),
-        bias is not None and (bias.dtype, bias.device),
+        bias is not None and bias.dtype,
     )
 
 
@@ -86,48 +75,44 @@ def prepare_conv(
     The padding must be one that torch's function supports.
     """
     dtype = table.computed_dtype(input, weight, bias)
-    dilation = on_every_axis(layer.dilation, 2)
-    if isinstance(padding, str):  # "same" or "valid"
-        paddings = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
-        if all(before == after for before, after in paddings):
-            padding = tuple(before for before, _ in paddings)
-    spec = table.ConvSpec(
-        device=input.device,
-        dtype=dtype or input.dtype,
-        input_shape=tuple(input.shape),
-        kernel_shape=(
-            layer.out_channels,
-            layer.in_channels // layer.groups,
-            *layer.dilated_kernel_size,
-        ),
-        stride=cast(Pair, on_every_axis(layer.stride, 2)),
-        padding=cast(Any, padding),
-        dilation=cast(Pair, dilation),
-        groups=layer.groups,
-    )
+    spec = _spec_of(layer, input, dtype or input.dtype, padding)
     algorithm = table.TORCH
     if dtype is not None:
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
         algorithm = table.find_algorithm(spec, input, *learnt, eager=eager)
     takes_elements = (
-        dtype is not None
+        algorithm.name == "blocks"
         and layer.interpolation == "bilinear"
         and not layer.dense_axes
         and min(layer.dilated_kernel_size) > 1
         and positions.device == input.device
-        and positions.is_contiguous()  # so that a kernel can clamp them in place
         and table.BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
     )
-    # A compiled program could lose what a kernel changes in a parameter.
-    clamps = layer.training and not torch.compiler.is_compiling() and may_change_in_place(positions)
-    if takes_elements and algorithm.name == "blocks":
-        plan = _plan_of_elements(layer, spec, input, positions, bias, clamps)
-        return PreparedConv(plan, is_fused=True)
-    if takes_elements and eager and algorithm is table.TORCH and table.takes_kernels(spec):
-        return PreparedConv(
-            _torch_after_construction(layer, spec, input, bias, clamps), is_fused=True
-        )
-    return PreparedConv(algorithm.prepare(spec, input, bias), is_fused=False)
+    if takes_elements:
+        convolve = _plan_of_elements(layer, spec, input, positions, bias)
+    else:
+        convolve = algorithm.prepare(spec, input, bias)
+    return PreparedConv(convolve, takes_elements)
+
+
+def _spec_of(layer: Any, input: Tensor, dtype: torch.dtype, padding: Padding) -> table.ConvSpec:
+    """Return the layer's convolution of this input in plain values."""
+    dilation = on_every_axis(layer.dilation, 2)
+    if isinstance(padding, str):  # "same" or "valid"
+        paddings = static_padding(padding, list(map(extent, layer.dilated_kernel_size, dilation)))
+        if all(before == after for before, after in paddings):
+            padding = tuple(before for before, _ in paddings)
+    in_channels_per_group = layer.in_channels // layer.groups
+    return table.ConvSpec(
+        device=input.device,
+        dtype=dtype,
+        input_shape=tuple(input.shape),
+        kernel_shape=(layer.out_channels, in_channels_per_group, *layer.dilated_kernel_size),
+        stride=cast(Pair, on_every_axis(layer.stride, 2)),
+        padding=cast(Any, padding),
+        dilation=cast(Pair, dilation),
+        groups=layer.groups,
+    )
 
 
 def _plan_of_elements(
@@ -136,7 +121,6 @@ def _plan_of_elements(
     input: Tensor,
     positions: Tensor,
     bias: Tensor | None,
-    clamps: bool,
 ) -> table.Convolve:
     """Return how blocks convolve with weight and positions."""
     from ..depthwise.block_plan import BlockPlan  # needs Triton
@@ -152,22 +136,5 @@ def _plan_of_elements(
         positions_dtype=positions.dtype,
         has_bias=bias is not None,
         window_by_torch=functools.partial(construct_by_torch, size=spec.window),
-        clamps=clamps,
-        output_dtype=layer.output_dtype,
     )
     return functools.partial(convolve_by_plan, plan)
-
-
-def _torch_after_construction(
-    layer: Any, spec: table.ConvSpec, input: Tensor, bias: Tensor | None, clamps: bool
-) -> table.Convolve:
-    """Return how torch convolves with weight and positions, after one launch that makes windows."""
-    from .gpu_construction import construct_windows  # needs Triton
-
-    by_torch = table.TORCH.prepare(spec, input, bias)
-
-    def convolve(input: Tensor, bias: Tensor | None, weight: Tensor, positions: Tensor) -> Tensor:
-        kernel = construct_windows(weight, positions, spec.window, dtype=spec.dtype, clamps=clamps)
-        return by_torch(input, bias, kernel)
-
-    return convolve

@@ -154,11 +154,6 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     reason = _why_weight_unusual(cast(Conv, conv).weight)
     if reason is not None:
         return reason
-    if getattr(conv, "is_folded", False):
-        return (
-            "it is folded from a window that grows to one side; convert the network as it was "
-            "before, with a larger size"
-        )
     reason = why_contradictory(conv)
     if reason is not None:
         return reason

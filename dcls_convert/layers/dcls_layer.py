@@ -9,8 +9,18 @@ One forward pass of a 2-D layer, on a CPU:
    constructed by the layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. oneDNN's algorithm or torch's convolves.
 
-On a GPU, for bilinear elements, block kernels do steps 3 and 4 together (`depthwise/blocks.py`), or
-one launch does step 3 (`gpu_construction.py`).
+On a GPU, for bilinear elements, block kernels construct and convolve (`depthwise/blocks.py`), or
+one launch constructs the kernel (`gpu_construction.py`).
+
+How a window of 7 cells lies around a kernel of 3, which was padded by 1. The numbers are positions:
+
+    grow    -3 -2 -1  0  1  2  3    padding  new_cells  an output sees    in a window of 9
+    both     .  .  x  x  x  .  .    3        0, 0       -3 to 3           positions stay
+    back     .  .  .  .  x  x  x    1        4, 0       -5 to 1           positions + 1: 3 becomes 4
+    ahead    x  x  x  .  .  .  .    1        0, 4       -1 to 5           positions - 1
+
+The layer adds `new_cells` to `padding`, which is what code outside sees. Cells that an output sees
+are counted from its own place on the map; the old kernel's, x, stay -1 to 1.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -22,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from ..depthwise.eager import is_counting_flops, is_eager, is_exporting, may_change_in_place
+from ..depthwise.eager import is_counting_flops, is_eager, may_change_in_place
 from ..geometry import (
     DYNAMIC_SAME,
     Grow,
@@ -33,6 +43,7 @@ from ..geometry import (
     extent,
     grow_of_axes,
     grown_padding,
+    is_uneven,
     learnt_axes,
     on_every_axis,
     padded_cells,
@@ -40,13 +51,14 @@ from ..geometry import (
     position_limits,
     static_padding,
 )
-from .bilinear_plain import per_axis
 from .construction import construct_unchecked
 from .conv_cache import ConvCache, key_of, prepare_conv
 from .conv_classes import PLAIN, ConvTraits
+from .conv_settings import own_settings
 from .elements import POSITION_STD
 from .interpolation import INTERPOLATIONS, find_interpolation
 from .padding import pad
+from .profiles import per_axis
 from .state_dicts import CheckedLayer
 from .ties import at_least_float32, is_sharded
 
@@ -62,9 +74,6 @@ class DclsLayer(CheckedLayer):
     dims: ClassVar[int]
     conv_class: ClassVar[Any]  # nn.Conv1d, Conv2d or Conv3d
     conv_function: ClassVar[Callable[..., Tensor]]
-    # If set, `forward` of a 2-D layer returns this dtype. Under autocast, float32 saves the cast in
-    # front of a LayerNorm.
-    output_dtype: torch.dtype | None = None
 
     if TYPE_CHECKING:  # for type checkers, to which torch's modules return anything
 
@@ -282,14 +291,15 @@ class DclsLayer(CheckedLayer):
                     f"axis {axis}: a window of {new} instead of {old} would shift the output; use "
                     f"{new - 1} or {new + 1}"
                 )
-        padding: Any = self.padding
-        if not isinstance(padding, str | tuple):  # set after construction
-            padding = self.on_every_axis(padding)
-        spacings = self.on_every_axis(self.dilation)
-        extents = tuple(map(extent, sides, spacings))
-        stride = self.on_every_axis(self.stride)
+        settings = own_settings(self)
+        extents = tuple(map(extent, sides, settings.dilation))
         padding = grown_padding(
-            padding, self.dilated_kernel_size, spacings, extents, stride, self.grow
+            settings.padding,
+            self.dilated_kernel_size,
+            settings.dilation,
+            extents,
+            settings.stride,
+            self.grow,
         )
         if not isinstance(padding, str):
             if min(map(min, static_padding(padding, extents))) < 0:
@@ -327,11 +337,8 @@ class DclsLayer(CheckedLayer):
 
     def _construct(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
         """Construct the kernel from parameters that were read: reading tied ones takes time."""
-        # As `ConvTraits.effective_weight` does; a call of it would take time in each forward pass.
-        if self.traits.transform_weight is not None:
-            weight = self.traits.transform_weight(self, weight)
         return construct_unchecked(
-            weight,
+            self.traits.effective_weight(self, weight),
             positions,
             sigma,
             self._learnt_size,
@@ -368,7 +375,7 @@ class DclsLayer(CheckedLayer):
             self.padding_mode != "zeros"
             or padding == DYNAMIC_SAME
             or self.grow
-            or tuple in map(type, padding)  # as `is_uneven`, whose call would take time
+            or is_uneven(padding)
         ):
             input = self.pad_input(input)
             padding = self.on_every_axis(0)
@@ -386,21 +393,13 @@ class DclsLayer(CheckedLayer):
 
     def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
         """Convolve by the algorithm that the table gives; blocks need no constructed kernel."""
-        own = self._parameters  # read here, as calls of `__getattr__` take time
-        weight: Tensor | None = own.get("weight")
-        if weight is None:
-            weight = self.weight
-        positions: Tensor | None = own.get("positions")
-        if positions is None:
-            positions = self.positions
-        bias = own.get("bias")
-        if bias is None:
-            bias = self.bias
-        if bias is None:
-            eager = is_eager(input, weight, positions)
-        else:
-            eager = is_eager(input, weight, positions, bias)
-        eager = eager and not is_counting_flops()
+        weight: Tensor = self.weight
+        positions: Tensor = self.positions
+        bias = self.bias
+        tensors = [input, weight, positions]
+        if bias is not None:
+            tensors.append(bias)
+        eager = is_eager(*tensors) and not is_counting_flops()
         prepared = None
         if eager:
             key = key_of(self, input, weight, positions, bias, padding)
@@ -409,24 +408,17 @@ class DclsLayer(CheckedLayer):
             prepared = prepare_conv(self, input, weight, positions, bias, padding, eager=eager)
             if eager:
                 self._convs.keep(key, prepared)
-        convolve, is_fused = prepared
-        if is_fused:
-            if not eager:
-                self._clamp_before_use_(positions, None)
-            if self.traits.transform_weight is not None:
-                weight = self.traits.transform_weight(self, weight)
-            output = convolve(input, bias, weight, positions)
-        else:
-            output = convolve(input, bias, self._clamped_kernel(weight, positions, eager=eager))
-        if self.output_dtype is None:
-            return output
-        return output.to(self.output_dtype)
+        convolve, takes_elements = prepared
+        if takes_elements:
+            self._clamp_before_use_(positions, None)
+            weight = self.traits.effective_weight(self, weight)
+            return convolve(input, bias, weight, positions)
+        return convolve(input, bias, self._clamped_kernel(weight, positions))
 
-    def _clamped_kernel(self, weight: Tensor, positions: Tensor, *, eager: bool = False) -> Tensor:
+    def _clamped_kernel(self, weight: Tensor, positions: Tensor) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""
         sigma = self.sigma
-        if eager or not is_exporting():
-            self._clamp_before_use_(positions, sigma)
+        self._clamp_before_use_(positions, sigma)
         return self._construct(weight, positions, sigma)
 
     def _clamp_before_use_(self, positions: Tensor, sigma: Tensor | None) -> None:

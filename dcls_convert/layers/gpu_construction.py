@@ -18,33 +18,21 @@ from ..depthwise import element_kernels as kernels
 from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch, NewTensor, Pass, Workspace
 from ..geometry import Pair, ceil_div
-from .bilinear_plain import construct_by_broadcasting, per_axis
+from .profiles import bilinear_by_profiles, cells_of
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
 _ELEMENTS: int = kernels.ELEMENTS.value
 
 
-def construct_windows(
-    weight: Tensor,
-    positions: Tensor,
-    size: Pair,
-    *,
-    dtype: torch.dtype | None = None,
-    clamps: bool = False,
-) -> Tensor:
-    """Construct kernels: weight (*C, E), positions (2, *C, E) -> (*C, R, S), in float32 inside.
+def construct_windows(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
+    """Construct kernels: weight (*C, E), positions (2, *C, E) -> (*C, R, S), all in float32.
 
-    Args:
-        positions: In cells from the centre; contiguous, if they are clamped in place.
-        size: R and S, longer than one cell.
-        dtype: The dtype of the kernels. Default: weight's.
-        clamps: Whether positions are clamped in place, too.
+    Positions are in cells from the centre; the sides of the window are longer than one cell.
     """
     if not torch.compiler.is_compiling() and is_on_another_gpu(weight):
         with torch.cuda.device(weight.device):
-            return construct_windows(weight, positions, size, dtype=dtype, clamps=clamps)
-    dtype = dtype or weight.dtype
-    return cast(Tensor, _Construction.apply(weight, positions, size, dtype, clamps)[0])
+            return construct_windows(weight, positions, size)
+    return cast(Tensor, _Construction.apply(weight, positions, size)[0])
 
 
 class _Construction(Function):
@@ -54,9 +42,7 @@ class _Construction(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, positions: Tensor, size: Pair, dtype: torch.dtype, clamps: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, weight: Tensor, positions: Tensor, size: Pair) -> tuple[Tensor, Tensor]:
         ctx.size = size
         ctx.set_materialize_grads(False)
         *shape, elements = weight.shape
@@ -67,13 +53,13 @@ class _Construction(Function):
             kernels.construct,
             (ceil_div(count, at_once), 1, 1),
             (count, elements),
-            (*size, cells, at_once, clamps),
+            (*size, cells, at_once),
         )
         windows, clamped = _run(
             launch,
             {"weight": weight.contiguous(), "positions": positions.contiguous()},
             {
-                "windows": NewTensor.contiguous((*shape, *size), dtype, weight.device),
+                "windows": NewTensor.contiguous((*shape, *size), weight.dtype, weight.device),
                 "clamped": _like(positions),
             },
         )
@@ -85,14 +71,14 @@ class _Construction(Function):
         ctx: Any, grad_windows: Tensor | None, grad_clamped: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_windows is None:
-            return None, grad_clamped, None, None, None
+            return None, grad_clamped, None
         weight, clamped = ctx.saved_tensors
         size = ctx.size
         grad_weight: Tensor | None
         grad_positions: Tensor | None
         if needs_torch(grad_windows, None):
             grad_weight, grad_positions = gradients_by_torch(
-                partial(construct_by_torch, size=size, dtype=grad_windows.dtype),
+                partial(construct_by_torch, size=size),
                 (weight, clamped),
                 grad_windows,
             )
@@ -113,7 +99,7 @@ class _Construction(Function):
                 },
                 {"grad_weight": _like(weight), "grad_positions": _like(clamped)},
             )
-        return grad_weight, add(grad_positions, grad_clamped), None, None, None
+        return grad_weight, add(grad_positions, grad_clamped), None
 
 
 # Passes of one launch, by all that they depend on. Layers bound their number, images of new sizes
@@ -143,9 +129,7 @@ def _run(
     return found.run(*given.values())
 
 
-def construct_by_torch(
-    weight: Tensor, positions: Tensor, size: Pair, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Construct windows as the kernels do, by torch's operations."""
-    cells = positions.to(torch.float32) + per_axis([side // 2 for side in size], positions)
-    return construct_by_broadcasting(weight.to(torch.float32), cells, size).to(dtype)
+def construct_by_torch(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
+    """Construct windows in float32 as the kernels do, by torch's operations."""
+    cells = cells_of(positions.to(torch.float32), size)
+    return bilinear_by_profiles(weight.to(torch.float32), cells, size)

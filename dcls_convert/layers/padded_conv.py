@@ -1,5 +1,7 @@
 """Plain convolutions that pad their input by themselves, unevenly.
 
+`kernel_size` is the old kernel's, for code that reads it; the weight has the window's cells.
+
 Layers whose windows grow to one side fold into them. Symmetric padding would need a larger kernel,
 with zeros on the other side, which training would fill.
 """
@@ -23,7 +25,6 @@ class _Padded(_ConvNd):
     zeros: list[int]  # to pad with zeros around that
     pad_mode: str
     adds_zeros: bool
-    is_folded = True  # so `kernel_size` is the old kernel's, smaller than the weight
     convolve: Callable[..., Tensor]  # torch's function
 
     def forward(self, input: Tensor) -> Tensor:

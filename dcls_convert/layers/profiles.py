@@ -12,16 +12,79 @@ Axes: *C kernels, E kernel elements, A learnt axes. `cells` are positions counte
 cell of the window.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .bilinear import bilinear_kernel
-from .interpolation import Interpolation
+from ..depthwise.eager import uses_cpu_implementation
+from .interpolation import INTERPOLATIONS, Interpolation
 
+WindowSize = tuple[int, ...]  # along the learnt axes, in cells
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
 Profile = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return one number per learnt axis, shaped to broadcast with positions: (A, 1, 1, ...)."""
+    # Filled on the device: a copy from the host would wait for the device, and cannot be part of a
+    # CUDA graph.
+    filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
+    return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
+
+
+def cells_of(positions: Tensor, size: WindowSize) -> Tensor:
+    """Count positions (A, *C, E) from the window's first cell instead of its centre."""
+    if len(set(size)) == 1:
+        return positions + size[0] // 2
+    return positions + per_axis([length // 2 for length in size], positions)
+
+
+def construct_by_profiles(
+    weight: Tensor,
+    cells: Tensor,
+    sigma: Tensor | None,
+    size: WindowSize,
+    interpolation: Interpolation,
+) -> Tensor:
+    """Construct kernels: weight (*C, E), cells and sigma (A, *C, E) -> (*C, *size).
+
+    Each element is spread by the product of its normalised profiles. There are derivatives of any
+    order.
+    """
+    profiles: list[Tensor] = []
+    for axis, length in enumerate(size):
+        width = None
+        if sigma is not None:
+            width = clamped(sigma[axis], interpolation.min_sigma or 0, math.inf)
+        inside = clamped(cells[axis], 0, length - 1)
+        profiles.append(normalised_profile(interpolation, inside, length, width))
+    spread = weight.unsqueeze(-1)  # (*C, E, 1)
+    for profile in profiles[:-1]:
+        products = spread.unsqueeze(-1) * profile.unsqueeze(-2)
+        spread = products.flatten(-2)  # (*C, E, product of lengths)
+    if uses_cpu_implementation(weight):
+        # One matrix product per kernel. In 1-D and 2-D, this avoids a tensor of elements x window.
+        kernel = spread.transpose(-1, -2) @ profiles[-1]
+    else:
+        # A matrix product on a GPU might round its factors to 11 bits (TF32).
+        kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
+    return kernel.reshape(*weight.shape[:-1], *size)
+
+
+def bilinear_by_profiles(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
+    """Construct bilinear kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
+    return construct_by_profiles(weight, cells, None, size, INTERPOLATIONS["bilinear"])
+
+
+def clamped(value: Tensor, low: float, high: float) -> Tensor:
+    """Clamp `value` to [low, high], with the gradient of the identity.
+
+    The gradient of a plain clamp is 0 beyond a limit, so a value would be stuck there.
+    """
+    fixed = value.detach()
+    return fixed.clamp(low, high) + (value - fixed)
 
 
 def normalised_profile(
@@ -80,9 +143,4 @@ PROFILES: dict[str, Profile] = {
     "bilinear": _triangle,
     "triangle": _triangle,
     "gaussian": _gaussian,
-}
-# Optional, only if there is no sigma: a faster way to construct the kernel. It is used except in
-# exports, for windows whose sides are longer than one cell.
-FAST_KERNELS: dict[str, Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = {
-    "bilinear": bilinear_kernel,
 }

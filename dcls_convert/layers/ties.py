@@ -4,7 +4,14 @@ A tied layer refers to the first layer by an attribute that is no child. So each
 owner and one name, and torch's walks, savers and optimizers need to know nothing of ties.
 
 In a part of a network that lacks the first layer, positions are read as well, but they are not
-among the part's parameters; `copy.deepcopy` of such a part gives it positions of its own.
+among the part's parameters; `copy.deepcopy` of such a part gives it positions of its own. Of four
+layers, of which 0 has the positions, it makes these copies:
+
+    layers, as deepcopy meets them      copies
+    0 1 2 3                             0' has positions; 1', 2' and 3' read them there
+    1 2 3      a part of the network    1' has positions of its own; 2' and 3' read them there
+    2 1 0 3    a hook refers to 2, and  2' has positions of its own, and 1' reads them there,
+               hooks are copied first   until 0' is made: 2' then reads those of 0'; so does 3'
 """
 
 import copy
@@ -91,7 +98,7 @@ class Tieable(nn.Module):
     @property
     def owner(self) -> "Tieable":
         """The layer that has the positions (and sigma) of this one: another, or this one itself."""
-        return self._tied_to[0] if self._tied_to else self
+        return self._tied_to[0].owner if self._tied_to else self
 
     @property
     def is_tied(self) -> bool:
@@ -142,8 +149,8 @@ class Tieable(nn.Module):
         new._tied_to = ()
         if self.is_tied:
             self._tie_copy_(new, memo)
-        # A later layer of the group may have been copied first, because a hook refers to it.
-        copied_before = memo.get(("copied without", id(self)))
+        # A later layer of the group may have been copied first: give its positions up.
+        copied_before = memo.get(_copied_without(self))
         if copied_before is not None:
             copied_before.tie_(new)
         return new
@@ -151,12 +158,11 @@ class Tieable(nn.Module):
     def _tie_copy_(self, new: Self, memo: dict[Any, Any]) -> None:
         """Tie a copy of this tied layer to the copy of the first one, or give it positions."""
         (first,) = self._tied_to
-        without_first = ("copied without", id(first))
-        new_first = memo.get(id(first), memo.get(without_first))
+        new_first = memo.get(id(first), memo.get(_copied_without(first)))
         if new_first is not None:
             new._tied_to = (new_first,)
             return
-        memo[without_first] = new
+        memo[_copied_without(first)] = new
         for name in POSITION_PARAMETERS:
             new.register_parameter(name, copy.deepcopy(getattr(first, name), memo))
 
@@ -186,3 +192,8 @@ class Tieable(nn.Module):
 
         super()._apply(change, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _copied_without(first: Tieable) -> tuple[str, int]:
+    """Return deepcopy's key for the copy that has positions, as its first layer is not copied."""
+    return ("copied without", id(first))

@@ -29,7 +29,6 @@ GPUS = {
     "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
 
@@ -47,8 +46,8 @@ class Compiled(NamedTuple):
     """What a compiled kernel needs."""
 
     shared_bytes: int
-    spilled: int  # bytes (NVIDIA) or registers (AMD)
-    code: str  # PTX, or AMD's assembly
+    spilled_bytes: int
+    code: str  # PTX
     messages: str  # of the assembler
 
 
@@ -82,7 +81,7 @@ def as_on(target: GPUTarget, *, tf32: bool = False):
         ] = None
 
     def adds_three_taps(device):
-        return target.backend == "cuda" and target.arch // 10 in devices.THREE_TAPS_ON_NVIDIA
+        return target.arch // 10 in devices.THREE_TAPS_ON_NVIDIA
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pass, "by_driver", lambda one_pass, tensors: None)
@@ -91,8 +90,6 @@ def as_on(target: GPUTarget, *, tf32: bool = False):
         patch.setattr(gpu_construction, "_passes", {})
         patch.setattr(block_plan, "adds_three_taps", adds_three_taps)
         patch.setattr(table, "preference", lambda: "blocks")
-        if target.backend == "hip":
-            patch.setattr(torch.version, "hip", "6.4")
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         yield recorded
         torch.set_float32_matmul_precision("highest")
@@ -154,18 +151,11 @@ def compile_for(target: GPUTarget, launch: Recorded, *, ones: bool = False) -> C
     )
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     compiled = triton.compile(source, target=target, options=options)
-    if target.backend == "hip":
-        code = compiled.asm["amdgcn"]
-        messages = ""
-        spilled = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1])
-    else:
-        code = compiled.asm["ptx"]
-        messages = assemble(code, target.arch)
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", messages)))
+    messages = assemble(compiled.asm["ptx"], target.arch)
     return Compiled(
         shared_bytes=compiled.metadata.shared,
-        spilled=spilled,
-        code=code,
+        spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", messages))),
+        code=compiled.asm["ptx"],
         messages=messages,
     )
 

@@ -131,7 +131,7 @@ def steps_of_odd_memory():
         for name, parameter in list(layer.named_parameters()):
             setattr(layer, name, torch.nn.Parameter(unaligned(parameter.detach())))
         step(layer)
-    with expect(STEP, "positions in another order"):  # by windows, clamped by torch
+    with expect(STEP, "positions in another order"):
         layer = copy.deepcopy(LAYER)
         other = layer.positions.detach().transpose(0, 1).contiguous().transpose(0, 1)
         layer.positions = torch.nn.Parameter(other)
@@ -164,7 +164,6 @@ def steps_of_other_layers():
     with expect(2, "a dense layer"), torch.autocast("cpu", torch.bfloat16):
         dense = DclsConv2d(CHANNELS, 8, kernel_count=5, dilated_kernel_size=7, padding=3)
         step(dense)
-    assert [conv.is_fused for conv in dense._convs.values()] == [True]
     for shape in ((8, 4, 5), (4, 8, 5)):  # as many kernels
         with expect(2, "dense windows"):
             weight = torch.randn(shape, requires_grad=True)

@@ -60,9 +60,7 @@ def test_small_integers_are_exact():
         "all_exact",
         "layers",
         "rare_layers",
-        "float32_outputs",
         "clamped_positions",
-        "windows",
         "dense_layers",
     ],
 )
@@ -70,8 +68,7 @@ def test_the_results_are_those_of_torch(function):
     interpret(function)
 
 
-# Of one program: of the smallest GPUs, and of those on which three taps are added at once.
-SHARED_BYTES = {"cuda": 99 * 1024, "hip": 64 * 1024}
+SHARED_BYTES = 99 * 1024  # of one program, on the smallest GPUs
 
 
 def test_the_source_of_a_kernel_needs_no_names_but_those_of_triton():
@@ -86,8 +83,8 @@ def test_kernels_compile_without_spilling(gpu):
     target = GPUS[gpu]
     for launch in launches_of_layers(target):
         compiled = compile_for(target, launch)
-        assert compiled.spilled == 0, launch
-        assert compiled.shared_bytes <= SHARED_BYTES[target.backend], launch
+        assert compiled.spilled_bytes == 0, launch
+        assert compiled.shared_bytes <= SHARED_BYTES, launch
         # ptxas says so if products of tensor cores wait for each other.
         assert "serialized" not in compiled.messages, launch
         if gpu == "sm_90" and launch.stages > 1:

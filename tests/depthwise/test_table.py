@@ -6,9 +6,8 @@ import re
 import pytest
 import torch
 
-from dcls_convert.depthwise import devices, onednn, preference, table
-from dcls_convert.depthwise.preference import VARIABLE
-from dcls_convert.depthwise.table import ConvSpec, choose_algorithm
+from dcls_convert.depthwise import devices, onednn, table
+from dcls_convert.depthwise.table import VARIABLE, ConvSpec, choose_algorithm
 from dcls_convert.errors import DclsConvertError
 
 GPU = torch.device("cuda", 0)
@@ -38,12 +37,12 @@ def window(rows, columns, padding=None):
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch):
-    preference._preference.cache_clear()
+    table._preference.cache_clear()
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(onednn, "max_padding_columns", lambda: 6)
     monkeypatch.setattr(table, "why_no_blocks", lambda device: None)
     yield
-    preference._preference.cache_clear()
+    table._preference.cache_clear()
 
 
 def images(count):
@@ -113,7 +112,7 @@ def test_a_gpu_that_could_use_blocks_and_does_not_is_reported_once(monkeypatch, 
     def fail(device):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-    monkeypatch.setattr(devices, "_has_enough_registers", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(devices, "find_spec", lambda name: name)
     monkeypatch.setattr(devices, "_compile_a_kernel", fail)
     devices._why_no_blocks.cache_clear()
@@ -133,18 +132,6 @@ def test_the_environment_is_read_once(monkeypatch):
     assert table.preference() == "products"
     monkeypatch.setenv(VARIABLE, "torch")
     assert table.preference() == "products"
-
-
-def test_amds_gpus_take_blocks_only_if_the_environment_says_so(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(devices, "_has_enough_registers", lambda device: True)
-    monkeypatch.setattr(devices, "_why_triton_fails", lambda device: None)
-    devices._why_no_blocks.cache_clear()
-    assert VARIABLE in devices.why_no_blocks(GPU)
-    monkeypatch.setattr(devices, "preference", lambda: "blocks")
-    devices._why_no_blocks.cache_clear()
-    assert devices.why_no_blocks(GPU) is None
-    devices._why_no_blocks.cache_clear()
 
 
 def test_a_window_that_a_gpu_convolves_slowly_is_reported_once(caplog):

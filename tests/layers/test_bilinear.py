@@ -34,7 +34,7 @@ def inputs(size, channels, count=4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(5,), (1, 4), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("implementation", [None, "exported", *ON_GPUS])
+@pytest.mark.parametrize("implementation", [None, "plain", *ON_GPUS])
 def test_derivatives_of_all_orders_and_modes_are_exact(size, implementation):
     tensors = inputs(size, channels=(2, 1), count=2)
 

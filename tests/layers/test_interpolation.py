@@ -335,7 +335,7 @@ def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation
 # The implementations of construction.
 
 
-@pytest.mark.parametrize("implementation", [None, "exported", *ON_GPUS])
+@pytest.mark.parametrize("implementation", [None, *ON_GPUS])
 @given(
     drawn=elements_anywhere(min_count=0, min_channels=0),
     block=st.sampled_from([1, 7, 500, 1 << 26]),

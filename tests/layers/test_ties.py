@@ -188,8 +188,12 @@ def test_a_copy_that_comes_to_a_later_layer_first_has_the_same_names(converted):
             pass
 
     model = copy.deepcopy(converted)
-    model.register_forward_hook(Kept(model.stages[2].blocks[2]).keep)
-    assert_is_copy(copy.deepcopy(model), converted)
+    for block in (2, 1):
+        model.register_forward_hook(Kept(model.stages[2].blocks[block]).keep)
+    copied = copy.deepcopy(model)
+    assert_is_copy(copied, converted)
+    first = copied.get_submodule(FIRST_LAYERS[2])
+    assert {layer.owner for layer in layers(copied.stages[2])} == {first}
 
 
 PARTS = {
