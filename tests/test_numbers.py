@@ -221,15 +221,15 @@ def test_what_networks_keep_and_gain_is_as_in_the_stored_results():
             f"than with `--scope model`: {kl[0]} and {kl[1]}",
         ],
         "docs/evidence.md": [
-            f"with frozen ones, it gains {gain}",
-            f"right on {dense[1]} %, which is chance",
-            f"[{learnt[1]} %](../benchmarks/results.md#a-longer-memory) (five seeds), with "
-            f"{fewer:.0f} % fewer parameters and {int(learnt[4]) / int(dense[4]):.1f} times",
-            f"positions get {cells('dense: converted, positions frozen')[1]} %",
-            f"and on {delays[4]} % after that ({cells('learnt delays, narrow Gaussian')[4]} % with",
-            f"Training the weights further brings it to {delays[5]} %",
-            f"get {cells('random delays')[5]} % with as many trained parameters, and no delays "
-            f"{cells('no delays')[5]} %",
+            f"with frozen positions | +{gain} ±",
+            f"chance is 12.5 % | causal, sees 7 steps | {dense[1]} %",
+            f"{fewer:.0f} % fewer parameters, {int(learnt[4]) / int(dense[4]):.1f} times the MACs | "
+            f"{learnt[1]} %",
+            f"frozen positions | {cells('dense: converted, positions frozen')[1]} %",
+            f"| no delays | {cells('no delays')[5]} %",
+            f"| random delays, as many trained parameters | {cells('random delays')[5]} %",
+            f"before rounding, all are right | {delays[4]} %",
+            f"weights trained further after rounding | {delays[5]} %",
             f"all {tried} models of timm and torchvision",
             f"The {larger} larger ones were not tried",
         ],
