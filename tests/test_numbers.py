@@ -223,8 +223,8 @@ def test_what_networks_keep_and_gain_is_as_in_the_stored_results():
         "docs/evidence.md": [
             f"with frozen positions | +{gain} ±",
             f"chance is 12.5 % | causal, sees 7 steps | {dense[1]} %",
-            f"{fewer:.0f} % fewer parameters, {int(learnt[4]) / int(dense[4]):.1f} times the MACs | "
-            f"{learnt[1]} %",
+            f"{fewer:.0f} % fewer parameters, {int(learnt[4]) / int(dense[4]):.1f} times the MACs "
+            f"| {learnt[1]} %",
             f"frozen positions | {cells('dense: converted, positions frozen')[1]} %",
             f"| no delays | {cells('no delays')[5]} %",
             f"| random delays, as many trained parameters | {cells('random delays')[5]} %",
