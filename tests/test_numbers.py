@@ -121,8 +121,9 @@ def test_times_on_a_cpu_are_those_of_the_stored_results():
 
 
 def test_times_on_a_gpu_are_those_of_the_stored_results():
-    rows = json.loads((GPU / "h200-networks.json").read_text(encoding="utf-8"))["rows"]
-    networks = {row["row"]: row for row in rows}
+    text = (GPU / "h200-networks.json").read_text(encoding="utf-8")
+    rows_of_networks = json.loads(text)["rows"]
+    networks = {row["row"]: row for row in rows_of_networks}
     pieces = []
     rows_of_the_page = [
         *(("training", batch) for batch in (256, 128, 32, 8)),
@@ -162,6 +163,14 @@ def test_times_on_a_gpu_are_those_of_the_stored_results():
             folded = milliseconds[batch, "torch"] / milliseconds[batch, "original"]
             row_of_batch += f" {folded:.2g} |"
         speed.append(row_of_batch)
+    small = json.loads((GPU / "h200-small-batches.json").read_text(encoding="utf-8"))["rows"]
+    for device, batch, name in [
+        ("H200, `torch.compile`", 128, "compiled (default)"),
+        ('H200, `mode="reduce-overhead"`', 8, "compiled (reduce-overhead)"),
+    ]:
+        row_name = f"ConvNeXt-T, training, {name}, {batch}"
+        (ratio,) = [row["ratio"] for row in [*rows_of_networks, *small] if row["row"] == row_name]
+        speed.append(f"| {device} | {batch} | ConvNeXt-T, 17x17 | {1 / ratio:.2f} | | |")
     host = [
         networks[f"host: {layer}"]["microseconds"]
         for layer in ("converted layer", "nn.Conv2d, 7x7")
