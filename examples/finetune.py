@@ -242,21 +242,25 @@ def check_classes(train: ImageDataset, data: Path) -> None:
 def read_sizes(images: Sequence[ImageDataset], accelerator: Accelerator) -> list[tuple[int, int]]:
     """Return (rows, columns) of all images, from the headers of the files.
 
-    Files that cannot be read are refused, because timm would take the next image instead.
+    Files that cannot be read are refused, because timm would take the next image instead; and so
+    are pixels of 16 or 32 bits, because timm would clip them to 8: nearly all become white.
     """
     sizes: list[tuple[int, int]] = []
-    damaged: list[str] = []
+    refused: dict[str, list[str]] = {}
     paths = [path for dataset in images for path, _ in dataset.reader.samples]
     for path in watch(paths, "reading headers", accelerator):
         try:
             with Image.open(path) as image:
                 image.verify()  # the checksums of a PNG
                 sizes.append((image.height, image.width))
+                if image.mode.startswith(("I", "F")):
+                    reason = "have more than 8 bits per channel (convert them to 8 bits)"
+                    refused.setdefault(reason, []).append(path)
         except Exception:  # Pillow raises many kinds
-            damaged.append(path)
-    if damaged:
-        names = ", ".join(damaged[:5])
-        raise DclsConvertError(f"--data: {len(damaged)} files cannot be read as images: {names}")
+            refused.setdefault("cannot be read as images", []).append(path)
+    for reason, files in refused.items():
+        names = ", ".join(files[:5])
+        raise DclsConvertError(f"--data: {len(files)} files {reason}: {names}")
     return sizes
 
 

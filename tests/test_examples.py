@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
@@ -228,6 +229,8 @@ COMPARE = "compare.py test_convnext --data digits "
         (FINETUNE + "--fsdp", "--fsdp: .* start it with torchrun"),
         (FINETUNE + "--data nothing", "--data nothing: Found 0 images"),
         (FINETUNE + "--data damaged", "--data: 2 files cannot be read as images: damaged/0/"),
+        (FINETUNE + "--data deep", "--data: 1 files have more than 8 bits per channel .*deep/1/"),
+        (COMPARE + "--sizes 9 --data deep", "--data: 1 files have more than 8 bits per channel "),
         (COMPARE + "--sizes 9-kernel-uniform", "--sizes 9-kernel-uniform: these words exclude"),
         (COMPARE + "--sizes 9 --input-size 1x32x32", "--input-size: 1x32x32 does not fit"),
         ("compare.py local-dir:digits --data digits", "digits: is a folder; give a name"),
@@ -251,6 +254,8 @@ def test_a_mistake_is_one_line(run, command, message, capsys):
     Path("damaged/0/000.png").write_text("<html>")
     whole = Path("damaged/0/001.png").read_bytes()
     Path("damaged/0/001.png").write_bytes(whole[: len(whole) // 2])
+    write_digits(Path("deep"))
+    Image.new("I;16", (32, 32), 40_000).save("deep/1/000.png")
     Path("nothing/0").mkdir(parents=True)
     Path("text").touch()
     with pytest.raises(SystemExit) as ended:
