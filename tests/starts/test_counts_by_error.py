@@ -1,6 +1,7 @@
 """Kernel counts with the least sum of errors within a budget."""
 
 import itertools
+import math
 from collections import OrderedDict
 
 import pytest
@@ -123,6 +124,16 @@ def test_the_default_scope_is_error_with_images_and_model_without():
 
 @pytest.mark.parametrize("sizes", [(300, 1, 1), (1, 40, 40), (6, 12, 10)])
 def test_sampled_kernels_come_with_the_roots_of_their_input_channels(sizes):
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_budget_for_more_adds_no_elements_to_kernels_that_are_exact(calibrated):
+    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "scope": "error", "budget": 1000}
+    images = [smooth_noise()] if calibrated else None
+    report = convert_(three_stages(), calibration=images, **options)
+    for layer in report.layers:
+        assert layer.kernel_count == math.prod(layer.kernel_size)
+        assert layer.fit_error == 0
+
+
     """Each kernel, and each root, is the number of its input channel."""
     groups, _, inputs = sizes
     channels = torch.arange(groups * inputs)
