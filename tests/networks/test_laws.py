@@ -98,6 +98,13 @@ def test_the_stride_from_inputs_to_outputs_is_found(grid, side):
     assert convs.dependence.laws == [[]]
 
 
+def test_a_law_is_found_where_most_cells_are_not_read():
+    """Blocks of cells are changed, so that each has a cell that is read."""
+    convs = find_convs(Call(lambda x, c: later(c(x[..., 6::12])), conv(1)), (2, 131))
+    assert convs.not_measured is None
+    assert convs.dependence.outputs_look == "back"
+
+
 def test_no_axis_is_taken_for_another():
     model = Call(lambda x, c: c(later(x)).transpose(2, 3), conv(2))
     convs = find_convs(model, (2, 24, 24))
