@@ -119,6 +119,15 @@ def test_outputs_in_another_order_than_inputs_are_said_not_to_be_measured(name):
     )
 
 
+def test_outputs_that_look_at_nearly_all_inputs_need_no_order():
+    """Each looks at all inputs but an eighth."""
+    order = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])
+    looks = (1 - torch.eye(8)[order]).repeat_interleave(4, 0)
+    convs = find_convs(Call(lambda x, c: c(x) @ looks, conv(1)), (2, 32))
+    assert convs.not_measured is None
+    assert convs.dependence.laws == [[]]
+
+
 def test_no_axis_is_taken_for_another():
     model = Call(lambda x, c: c(later(x)).transpose(2, 3), conv(2))
     convs = find_convs(model, (2, 24, 24))
