@@ -51,6 +51,15 @@ def test_positions_and_sigmas_are_in_float32_also_after_saving_and_loading(
     assert dtypes_of(timm.create_model(folder, pretrained=True, dtype=dtype)) == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_no_position_is_rounded_when_a_network_changes_its_dtype(dtype):
+    model, _ = converted(torch.float32, "gaussian")
+    before = [parameter.tensor.detach().clone() for parameter in position_parameters(model)]
+    model.to(dtype)
+    for parameter, exact in zip(position_parameters(model), before, strict=True):
+        assert torch.equal(parameter.tensor, exact.to(parameter.tensor.dtype))
+
+
 def test_positions_that_are_assigned_in_bfloat16_are_in_float32():
     model, _ = converted(torch.float32)
     state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}

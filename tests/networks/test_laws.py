@@ -98,6 +98,36 @@ def test_the_stride_from_inputs_to_outputs_is_found(grid, side):
     assert found.laws == []
 
 
+def test_a_law_is_found_where_most_cells_are_not_read():
+    """Blocks of cells are changed, so that each has a cell that is read."""
+    convs = find_convs(Call(lambda x, c: later(c(x[..., 6::12])), conv(1)), (2, 131))
+    assert convs.not_measured is None
+    assert convs.dependence.outputs_look == "back"
+
+
+NO_MAP = {
+    "two maps, joined": lambda y: torch.cat([y, y[..., ::2]], -1),
+    "reversed in blocks": lambda y: y[..., ::2].unflatten(-1, (-1, 8)).flip(-1).flatten(-2),
+}
+
+
+@pytest.mark.parametrize("name", NO_MAP)
+def test_outputs_in_another_order_than_inputs_are_said_not_to_be_measured(name):
+    model = Call(lambda x, c: NO_MAP[name](c(later(x))), conv(1))
+    assert find_convs(model, (2, 128)).not_measured == (
+        "along axis 2 of input 0, outputs do not move with the changed cells"
+    )
+
+
+def test_outputs_that_look_at_nearly_all_inputs_need_no_order():
+    """Each looks at all inputs but an eighth."""
+    order = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])
+    looks = (1 - torch.eye(8)[order]).repeat_interleave(4, 0)
+    convs = find_convs(Call(lambda x, c: c(x) @ looks, conv(1)), (2, 32))
+    assert convs.not_measured is None
+    assert convs.dependence.laws == [[]]
+
+
 def test_no_axis_is_taken_for_another():
     model = Call(lambda x, c: c(later(x)).transpose(2, 3), conv(2))
     convs = find_convs(model, (2, 24, 24))

@@ -153,6 +153,16 @@ def test_a_growth_adds_cells_to_the_extent_of_each_side(conv, window):
     assert window_of(conv, "auto", dilated_size="+4")[0] == window
 
 
+@pytest.mark.parametrize(("too_large", "side"), [(1, MAX_WINDOW), (2, 7)])
+def test_auto_lets_half_of_the_windows_be_larger_than_their_maps_and_not_more(too_large, side):
+    """Of a window of more than 7 cells, some meet only padding on a map of 4."""
+    costly = nn.Conv2d(3, 64, 15, padding=7)  # the MACs would allow windows of 17
+    on_small_maps = [depthwise(3, 64) for _ in range(too_large)]
+    model = nn.Sequential(costly, depthwise(3, 64, stride=8, padding=1), *on_small_maps)
+    plan = plan_of(model, (3, 32, 32), dilated_size="auto")
+    assert {layer.dilated_size for layer in plan.layers} == {(side, side)}
+
+
 def test_auto_chooses_no_growth_that_a_layer_refuses():
     """Reflect padding of 4 does not fit a map of 4 cells; the MACs would allow windows of 17."""
     costly = nn.Conv2d(3, 64, 7, padding=3)

@@ -58,6 +58,24 @@ def test_the_growth_is_shown_if_kernels_have_several_sizes():
     assert mixed[1].startswith("10 elements in 5x5..7x7 (+2): timm:mobilenetv3_small_050")
 
 
+@pytest.mark.parametrize(
+    ("inputs", "size", "warnings"),
+    [
+        (97, 5, ["Even the smallest growth adds 15 % to the MACs"]),
+        (98, 5, []),
+        (70, 7, ["1.5 times the MACs"]),
+        (71, 7, []),  # 50 %
+    ],
+)
+def test_windows_that_add_more_macs_than_the_limits_are_warned_of(inputs, size, warnings):
+    """The smallest growth may add 15 %, other ones 50 %."""
+    model = nn.Sequential(nn.Conv2d(inputs, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    plan = plan_conversion(find_convs(model, (inputs, 8, 8)), dilated_size=size)
+    text = printed(predict_report(plan))
+    assert all(warning in text for warning in warnings)
+    assert (len(warnings) > 0) == ("smallest growth" in text or "times the MACs" in text)
+
+
 def test_names_are_shown_as_text():
     """They are neither read as markup of rich or HTML, nor printed with control characters."""
     report = predicted_report("test_convnext")

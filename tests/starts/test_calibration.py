@@ -10,10 +10,14 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, convert_, find_convs, plan_conversion
 from dcls_convert.checkpoints.stored_weights import tensors_hash
+from dcls_convert.placing.place import make_layers
+from dcls_convert.progress import ignore_messages
 from dcls_convert.starts import calibration as calibration_module
+from dcls_convert.starts.calibration import measure_inputs
 from dcls_convert.starts.images import Calibration
 
 from ..model_state import state_of
+from ..rules import rules_of
 from .networks import INPUT_SIZE, network, output_error, smooth_noise
 
 
@@ -52,6 +56,23 @@ def test_a_plan_is_carried_out_with_images_in_any_form_as_in_one_call():
     assert errors == [[layer.output_error for layer in report.layers]] * 2
     with pytest.raises(DclsConvertError, match="has no values"):
         convert_(network().to("meta"), calibration=images, held_out=(), **options)
+
+
+def test_layers_that_share_positions_count_alike_however_large_their_inputs_are():
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(4, 4, 5, padding=2, groups=4, bias=False) for _ in range(2)]
+    model = nn.Sequential(*convs)
+    rules = rules_of({"stage_pattern": "(?P<both>[01])"})
+    plan = plan_conversion(find_convs(model, (4, 16, 16)), rules, dilated_size=9)
+    calibration = Calibration(batches=(torch.randn(4, 4, 16, 16),))
+    roots = []
+    for factor in (1, 1024):
+        with torch.no_grad():
+            convs[0].weight *= factor  # the second one's inputs are as many times larger
+        (group,) = make_layers(model, plan)
+        statistics = measure_inputs(model, [group], calibration, ignore_messages)
+        roots.append(statistics.covariance_roots(group))
+    torch.testing.assert_close(*roots, rtol=1e-5, atol=1e-6)
 
 
 def unchanged(model):

@@ -103,6 +103,15 @@ def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_ex
     assert mentioned == bool(report.layers_beyond_map)
 
 
+def test_uniform_elements_that_layers_share_meet_the_maps_of_all_of_them():
+    """The maps have 8 cells and 4."""
+    model = nn.Sequential(depthwise(3, 64, stride=2, padding=1), depthwise(3, 64))
+    rules = rules_of({"stage_pattern": "(?P<both>[01])"})
+    converted(model, 17, (64, 8, 8), positions="uniform", rules=rules)
+    assert model[1].is_tied
+    assert 2.9 < model[0].positions.abs().max() <= 3
+
+
 def test_norms_are_told_from_other_classes_with_such_names():
     for module in (nn.BatchNorm2d(3), FrozenBatchNorm2d(3), nn.LayerNorm(3)):
         assert has_norms(nn.Sequential(module))
