@@ -242,11 +242,14 @@ def _versions(convs: Sequence[ConvPlace]) -> set[str]:
     """Return the modules whose number is a version ("convnextv2"): they are whole networks.
 
     They have convolutions of three or more output strides, and do not belong to a series of
-    numbered modules. Without a trace, each convolution counts as one of another stride.
+    numbered modules. Without a trace, each convolution counts as one of another stride, and a name
+    that is nothing but a number, as in a container, is no version.
     """
     strides_inside: dict[str, set[object]] = {}
     for conv in convs:
         for path in paths_above(conv.name):
+            if conv.stride is None and path.rpartition(".")[2].isdigit():
+                continue
             strides_inside.setdefault(path, set()).add(conv.stride or conv.name)
     # "net.layer12" -> "net.layer#", which is the same for all modules of a series.
     series_of = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}

@@ -81,7 +81,7 @@ NEITHER = "is neither a safetensors file nor one of torch.save, or it is damaged
 NO_SAFETENSORS = "not a readable safetensors file"
 DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),
-    "folder.pth": (lambda _, path: path.mkdir(), "is a folder; name the file in it$"),
+    "folder.pth": (lambda _, path: path.mkdir(), "is not a file$"),
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
     "empty.pth": (data(b""), f"{NEITHER}''$"),
     "page.pth": (data(b"<!DOCTYPE html><html>"), f"{NEITHER}'<!DOCTYPE html><html>'$"),
