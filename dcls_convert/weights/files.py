@@ -20,6 +20,7 @@ from .loading import describe_unusual
 from .state_dict_choice import choose_state_dict
 
 HEADER_START = b"{"  # the ninth byte of a safetensors file
+MAX_HEADER_BYTES = 10_000_000  # about 100,000 tensors, many more than any network has
 
 
 class NumpyValueOrPath:
@@ -132,15 +133,30 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
         CheckpointError: The file cannot be opened, or reading fails inside the block.
     """
     check_file(path, what)
+    where = f"{what} {path}".lstrip()
+    _check_header_length(path, where)
     try:
         with _open_lazily(path) as file:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
-        where = f"{what} {path}".lstrip()
         raise CheckpointError(
             f"{where}: not a readable safetensors file: {one_line(error)[:200]}; "
             f"{_beginning(_first_bytes(path, where))}"
         ) from error
+
+
+def _check_header_length(path: Path, where: str) -> None:
+    """Refuse (CheckpointError) a header that takes minutes to read, even if its tensors are empty.
+
+    The first 8 bytes state its length. A length beyond the file's end is damage, for safetensors
+    to find.
+    """
+    length = int.from_bytes(_first_bytes(path, where)[:8], "little")
+    if MAX_HEADER_BYTES < length <= path.stat().st_size:
+        raise CheckpointError(
+            f"{where}: its header has {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read, "
+            "enough for 100,000 tensors"
+        )
 
 
 def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:

@@ -208,12 +208,27 @@ def _describe_names(missing: list[str], unexpected: list[str]) -> str:
         parts.append(f"missing: {short_list(missing)}")
     if unexpected:
         parts.append(f"unexpected: {short_list(unexpected)}")
+    renamed = [name for name in missing if any(_holds(other, name) for other in unexpected)]
     if any(name.endswith(CONVERTED_ENTRY) for name in unexpected):
         parts.append(
             "these weights are of a converted model: load them into the model that load_converted "
             "or timm makes from its folder, and call save_converted"
         )
+    elif renamed:
+        parts.append(
+            "undo what has renamed them, such as torch.nn.utils.prune.remove or "
+            "remove_parametrizations, and save the weights again"
+        )
+    elif unexpected and not missing:
+        parts.append("delete these entries, and save the weights again")
     return f"does not fit the model; {'; '.join(parts)}"
+
+
+def _holds(entry: str, name: str) -> bool:
+    """True for an entry of a mask or a norm that stands for a weight: weight_orig for weight."""
+    module, _, weight = name.rpartition(".")
+    prefix = f"{module}." if module else ""
+    return entry.startswith((f"{name}_", f"{prefix}parametrizations.{weight}."))
 
 
 def describe_unusual(value: object) -> str | None:

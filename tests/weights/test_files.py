@@ -104,6 +104,18 @@ DAMAGES = {
         torch_file(lambda s: {n: s[n] for n in s if n != FIRST}),
         f"does not fit the model; missing: {FIRST}$",
     ),
+    "pruned.pth": (
+        torch_file(lambda s: {f"{n}_orig" if n == FIRST else n: t for n, t in s.items()}),
+        f"missing: {FIRST}; unexpected: {FIRST}_orig; undo what has renamed them, such as .*prune",
+    ),
+    "counted.pth": (
+        torch_file(lambda s: {**s, "total_ops": torch.zeros(1)}),
+        "unexpected: total_ops; delete these entries, and save the weights again$",
+    ),
+    "long header.safetensors": (
+        data(struct.pack("<Q", 10_000_001) + b"{" + b" " * 10_000_000),
+        "its header has 10,000,001 bytes; at most 10,000,000 are read",
+    ),
     "NaN.pth": (
         with_first(lambda tensor: tensor * torch.nan),
         r"has \d+ of \d+ values that are NaN or infinite",
