@@ -63,10 +63,7 @@ def compare_with_outputs_before(
     if before.random is not None:
         random = _random_outputs(model, plan)
         random_error = compare_outputs(before.random, random).output_error
-    kernel_error = None
-    kernel_errors = [layer.fit_error for layer in plan.layers if layer.fit_error is not None]
-    if kernel_errors:
-        kernel_error = sum(kernel_errors) / len(kernel_errors)
+    kernel_error = _mean(layer.fit_error for layer in plan.layers)
     if images is None:
         return Outcome(kernel_error=kernel_error, images=0, random_output_error=random_error)
     outputs = _outputs(model, images.held_out)
@@ -74,6 +71,7 @@ def compare_with_outputs_before(
     return Outcome(
         kernel_error=kernel_error,
         images=sum(map(len, images.held_out)),
+        layer_error=_mean(layer.output_error for layer in plan.layers),
         fitted_images=len(images),
         files_held_out=images.files_held_out,
         random_output_error=random_error,
@@ -83,6 +81,12 @@ def compare_with_outputs_before(
         output_error=converted.output_error,
         shifted=before.shifted,
     )
+
+
+def _mean(errors: Iterable[float | None]) -> float | None:
+    """Return the mean of the errors that are known; None if none is."""
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
 
 
 def stated_classes(model: nn.Module) -> int | None:

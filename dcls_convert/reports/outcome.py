@@ -19,6 +19,9 @@ class Outcome(Agreement):
 
     kernel_error: float | None  # mean of the layers' `fit_error`
     images: int  # held-out images, or crops of them, on which outputs were compared
+    # Mean of the layers' `output_error` after a calibration. Small layer scales hide layers from
+    # the network's outputs, but not from this error.
+    layer_error: float | None = None
     # Images that the new layers were fitted to; not in the JSON.
     fitted_images: Annotated[int, Field(exclude=True)] = 0
     # Number of files among `images`, without crops of them, if they come from the folder of the
@@ -39,7 +42,8 @@ def outcome_sentences(outcome: Outcome | None) -> list[str]:
     if not is_calibrated and outcome.kernel_error >= SMALL_ERROR:
         kernels += " A calibration with some images would keep the outputs closer."
     if is_calibrated:
-        kernels += " The layers' outputs were fitted instead of their kernels."
+        kernels += " The layers' outputs were fitted instead of their kernels"
+        kernels += "." if outcome.layer_error is None else f": {outcome.layer_error:.3f}."
     lines = [kernels]
     if 0 < outcome.fitted_images < ENOUGH_IMAGES:
         images = count_text(outcome.fitted_images, "image")

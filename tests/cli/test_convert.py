@@ -32,7 +32,9 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained)
     out, report, card = convert(trained)
     errors = [layer["fit_error"] for layer in report["layers"]]
     mean = sum(errors) / len(errors)
-    unknown = dict.fromkeys(("same_top1", "kl", "same_largest", "output_error", "shifted"))
+    unknown = dict.fromkeys(
+        ("same_top1", "kl", "same_largest", "output_error", "layer_error", "shifted")
+    )
     assert report["outcome"] == {"kernel_error": pytest.approx(mean), "images": 0, **unknown}
     for text in (out, card):
         assert f"{mean:.3f}" in text

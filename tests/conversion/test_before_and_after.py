@@ -50,11 +50,16 @@ def test_a_report_states_only_what_is_defined_for_the_outputs(build, defined):
     outcome = report.to_dict()["outcome"]
     for agreement in (outcome, outcome["shifted"]):
         numbers = {key for key, value in agreement.items() if value is not None}
-        assert numbers - {"kernel_error", "images", "shifted"} == defined
+        assert numbers - {"kernel_error", "images", "layer_error", "shifted"} == defined
+    # The layer scales of a new network hide its layers from the outputs.
+    errors = [layer.output_error for layer in report.layers]
+    assert outcome["layer_error"] == pytest.approx(sum(errors) / len(errors))
+    assert outcome["layer_error"] > 0.1
 
 
 def test_a_report_states_nothing_on_outputs_if_no_image_is_held_out():
     report = convert_(small_model(), dilated_size=5, calibration=NOISE, held_out=())
     outcome = report.to_dict()["outcome"]
     numbers = {key: value for key, value in outcome.items() if value is not None}
-    assert numbers == {"kernel_error": outcome["kernel_error"], "images": 0}
+    assert numbers.keys() == {"kernel_error", "images", "layer_error"}
+    assert numbers["images"] == 0
