@@ -1,6 +1,7 @@
 """How a command line is read before typer reads it: the command `convert` need not be named."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperGroup
@@ -33,7 +34,7 @@ class Commands(TyperGroup):
             return args
         # With a cutoff of 0.8, no registered model's name is this close to a command.
         close = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
-        if close and not first.startswith("-"):
+        if close and not first.startswith("-") and not Path(first).exists():
             raise DclsConvertError(f"there is no command {first!r} (did you mean {close[0]!r}?)")
         return [DEFAULT_COMMAND, *args]
 
