@@ -12,7 +12,7 @@ import lazy_loader
 
 from .timm_plugin import register_when_timm_is_imported
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 register_when_timm_is_imported()
