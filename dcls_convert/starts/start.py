@@ -170,10 +170,8 @@ def _fill_from_kernels_(group: LayerGroup, covariance_roots: Tensor | None, init
     fitted = fit_elements(effective, box, kernel_count=count, covariance_roots=covariance_roots)
     _fill_(group, fitted)
     if any(layer.traits.transform_weight for layer in group.layers):
-        # Weight standardisation transforms the elements and can undo the fit. The largest cells
-        # are kept if they are better for any layer of the group.
-        fitted_errors = group.kernel_errors()
+        # Weight standardisation transforms the elements and can undo the fit.
+        error_of_fit = sum(group.kernel_errors().values())
         _fill_(group, largest)
-        largest_errors = group.kernel_errors()
-        if all(error <= largest_errors[name] for name, error in fitted_errors.items()):
+        if error_of_fit < sum(group.kernel_errors().values()):
             _fill_(group, fitted)

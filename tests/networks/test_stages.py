@@ -139,3 +139,14 @@ def test_a_child_of_several_resolutions_is_no_stage():
     stages = {site.name: site.stage for site in find_convs(model, (4, 32, 32)).sites}
     assert stages["1.0"] == "stride2"
     assert stages["1.1"] == stages["1.2"] == "stride4"
+
+
+def test_a_backbone_that_timm_calls_a_stem_is_none():
+    """The ResNet in front of a ViT is converted; the stem of a ResNet is not."""
+    hybrid = {site.name for site in convs_of("vit_small_r26_s32_224").sites if site.stem}
+    assert hybrid <= {"patch_embed.backbone.stem.conv"}
+    assert {site.name for site in convs_of("resnet18d").sites if site.stem} == {
+        "conv1.0",
+        "conv1.3",
+        "conv1.6",
+    }

@@ -182,3 +182,18 @@ def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():
         ((5, 5), (9, 9)),
         ((3, 3), (5, 5)),
     }
+
+
+class Own(nn.Sequential):
+    """A network of the user's own, which is measured."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_auto_takes_a_window_that_runs_though_the_one_that_is_tried_first_does_not():
+    """Reflected cells of +4, which is tried before auto has chosen, are more than the map has."""
+    causal_in_rows = [nn.ZeroPad2d((0, 0, 2, 0)), conv(2, (3, 1))]
+    model = Own(*causal_in_rows, conv(2, (1, 3), padding=(0, 1), padding_mode="reflect"))
+    plan = plan_conversion(find_convs(model, (2, 24, 3)), rules_of({}), budget=1000)
+    assert [layer.dilated_size for layer in plan.layers] == [(5, 1), (1, 5)]

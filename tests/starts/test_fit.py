@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -216,3 +217,13 @@ def test_the_report_states_each_layers_relative_kernel_error(init):
             loss = (layer.kernel() * torch.randn(6, 1, 9, 9)).sum()
             (gradient,) = torch.autograd.grad(loss, layer.positions)
             assert (gradient != 0).all()
+
+
+def test_with_standardised_weights_a_fit_comes_closer_than_the_largest_cells():
+    errors = {}
+    for init in ("fit", "largest"):
+        torch.manual_seed(0)
+        model = timm.create_model("test_nfnet")
+        report = convert_(model, dilated_size="+2", init=init, input_size=(3, 64, 64), budget=60)
+        errors[init] = sum(layer.fit_error for layer in report.layers)
+    assert errors["fit"] < 0.95 * errors["largest"]

@@ -231,3 +231,16 @@ def test_the_old_kernel_counts_as_far_as_it_helps_on_other_images(
             old = conv(other_images)
             errors.append(float((layer(other_images) - old).norm() / old.norm()))
     assert errors[0] < 0.98 * errors[1]
+
+
+def test_channels_with_hardly_any_input_do_not_count_in_what_channels_share():
+    conv = nn.Conv2d(8, 8, 5, padding=2, groups=8)
+    layer = DCLS_LAYERS[2].from_conv_without_values(conv, 4, (9, 9), "bilinear", (), "both")
+    box = Box(conv.kernel_size, conv.dilation, (9, 9), "bilinear")
+    images = noise(50, 12, [(3, 3)] * 4 + [(1, 1)] * 4)
+    costs = []
+    for scale in (1e-5, 0):
+        moments = LineMoments(layer, box)
+        moments.add(torch.cat([images[:, :4], scale * images[:, 4:]], 1))
+        costs.append(moments.costs()[:4])
+    torch.testing.assert_close(*costs, rtol=1e-4, atol=0)
