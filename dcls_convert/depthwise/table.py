@@ -1,4 +1,4 @@
-"""The table of algorithms for depthwise convolutions: which one computes which.
+"""The table of algorithms for depthwise convolutions, and the choice of an algorithm.
 
 The choice is a function of device, dtype and shapes; nothing is timed while a network runs. Users
 can override it with an environment variable, which is read once.
@@ -223,8 +223,7 @@ def _preference() -> Preference:
 def choose_algorithm(spec: ConvSpec, preferred: Preference = "auto") -> Algorithm:
     """Return the first algorithm that can compute a convolution, and is best.
 
-    A preferred one is taken wherever it can compute the convolution; elsewhere, the table
-    decides.
+    If the preferred algorithm can compute the convolution, it is returned instead.
     """
     for algorithm in ALGORITHMS:
         if algorithm.name == preferred and algorithm.supports(spec):
@@ -259,8 +258,8 @@ def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.
 def find_algorithm(spec: ConvSpec, *tensors: Tensor, eager: bool) -> Algorithm:
     """Return the algorithm for a convolution and its tensors.
 
-    If they are not computed eagerly, it is torch's unless they are compiled: in exports, under
-    torch.func, and where FLOPs are counted.
+    If tensors are neither eager nor compiled, torch's algorithm is returned: in exports, under
+    torch.func, and while FLOPs are counted.
 
     Raises:
         DclsConvertError: The environment variable has a value that is not allowed.

@@ -97,7 +97,7 @@ class How:
 
     # Arguments: what the rule states, and the site's value.
     holds: Callable[[Any, Any], bool]
-    attribute: str | None = None  # of ConvSite; by default, that of the predicate's name
+    attribute: str | None = None  # of ConvSite; None if it has the predicate's name
 
 
 def _equals_or_is_in_range(stated: int | Range, number: int) -> bool:
@@ -107,7 +107,7 @@ def _equals_or_is_in_range(stated: int | Range, number: int) -> bool:
 
 
 def _sides_are(stated: int | list[int] | Range, sides: tuple[int, ...]) -> bool:
-    """A range is for the largest side, an integer for all sides."""
+    """Compare a range with the largest side, an integer with all sides, a list with each side."""
     if isinstance(stated, Range):
         return stated.includes(max(sides))
     if isinstance(stated, int):
