@@ -275,7 +275,7 @@ def padded_cells(
 
 
 def _halves(cells: int) -> Pair:
-    """Split cells into those before and those after; an odd cell goes after."""
+    """Split a number of cells into cells before and after; an odd cell goes after."""
     before = cells // 2
     return before, cells - before
 

@@ -143,7 +143,7 @@ def _backward_by_torch(
             clamped = plan.saved.part_of(saved.detach(), "clamped")
             clamped = positions + (clamped - positions).detach()
         found = gradients_by_torch(convolve, (blocks, weight, clamped), grad_output.to(plan.dtype))
-        grad_blocks = add(found[0], grad_blocks)
+        grad_blocks = add_gradients(found[0], grad_blocks)
         grad_weight, grad_positions = found[1:]
         if plan.has_bias:
             grad_bias = grad_output.sum((0, 2, 3))
@@ -197,7 +197,7 @@ def gradients_by_torch(
     return tuple(next(gradients) if tensor.requires_grad else None for tensor in inputs)
 
 
-def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+def add_gradients(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Add two gradients; None is 0."""
     if first is None or second is None:
         return second if first is None else first

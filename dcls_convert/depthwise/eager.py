@@ -38,7 +38,7 @@ def is_eager(*tensors: Tensor) -> bool:
 
 
 def may_change_in_place(tensor: Tensor) -> bool:
-    """True if a layer may change this tensor of its own in a forward pass.
+    """True if a layer may change this tensor, which belongs to it, in a forward pass.
 
     False in exports, under torch.func and forward-mode AD, and for all but parameters: FSDP1,
     DataParallel and `functional_call` give layers tensors that were computed from parameters, often

@@ -116,7 +116,7 @@ def element_gradients_of_windows(
     R: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Compute the gradients of weight and positions from that of the windows (N, R, S)."""
+    """Compute the gradients of weight and positions from the windows' gradient (N, R, S)."""
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     second = tl.cast(kernels, tl.int64) * elements
     exists = element < second

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise import element_kernels as kernels
-from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
+from ..depthwise.blocks import add_gradients, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch, NewTensor, Pass, Workspace
 from ..geometry import Pair, ceil_div
 from .profiles import bilinear_by_profiles, cells_of
@@ -100,7 +100,7 @@ class _Construction(Function):
                 },
                 {"grad_weight": _like(weight), "grad_positions": _like(clamped)},
             )
-        return grad_weight, add(grad_positions, grad_clamped), None
+        return grad_weight, add_gradients(grad_positions, grad_clamped), None
 
 
 # Passes of a single launch, by everything that they depend on. Each layer adds a few; new image

@@ -86,7 +86,7 @@ def position_parameters(model: nn.Module, *attributes: str) -> tuple[PositionPar
 
 
 def describe_imprecise(parameters: Iterable[PositionParameter]) -> str | None:
-    """Say which trained positions and sigmas are below float32, what is lost, and the cure."""
+    """Say which trained positions and sigmas are below float32, the effect, and the remedy."""
     imprecise = []
     for parameter in parameters:
         dtype = parameter.tensor.dtype

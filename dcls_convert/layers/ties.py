@@ -11,7 +11,7 @@ For example, with four layers, of which layer 0 has the positions:
     0 1 2 3                             0' has positions; 1', 2' and 3' read them there
     1 2 3      a part of the network    1' has positions of its own; 2' and 3' read them there
     2 1 0 3    a hook refers to 2, and  2' has positions of its own, and 1' reads them there,
-               hooks are copied first   until 0' is made: 2' then reads those of 0'; so does 3'
+               hooks are copied first   until 0' is made: then 2' and 3' read the positions of 0'
 """
 
 import copy
@@ -138,8 +138,8 @@ class Tieable(nn.Module):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Copy the layer.
 
-        If its first layer is not copied too, the copy gets positions of its own, and layers of the
-        group that are copied later in the same deepcopy share these.
+        If the first layer is not copied too, the copy gets its own positions, and layers of the
+        group that are copied later in the same deepcopy share them.
         """
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new

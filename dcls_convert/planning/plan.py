@@ -1,4 +1,4 @@
-"""A conversion plan as data, and its draft: what replaces what, and what is tied."""
+"""A conversion plan as data, and its draft: the new layers, and which of them share positions."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -164,7 +164,7 @@ class ConversionPlan(DraftPlan):
         """Return the plan without some of its layers, which then stay as they are in the model.
 
         The other layers keep their windows and counts. A layer that is left alone in its tie group
-        gets its own positions. The budget is that of the layers that remain.
+        gets its own positions. The budget is the budget for the layers that remain.
 
         Args:
             paths: Qualified name of a module, to leave out all its layers; a pattern for names of

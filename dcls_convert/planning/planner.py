@@ -1,4 +1,4 @@
-"""Draft a plan from sites and rules: which layer replaces which convolution, and what is tied."""
+"""Draft a plan from sites and rules: the new layers, and which of them share positions."""
 
 import contextlib
 import json
@@ -240,8 +240,8 @@ def _allowed_layers(
     """
     stated = {claim.site.name for claim in claims if claim.states_growth}
     if convs.dependence is not None:
-        broken = _broken_if_all_grew_to_both_sides(claims, convs.dependence, options)
-        claims = _with_growth_limits(claims, broken)
+        forbidden = _forbidden_axes_if_all_grow_to_both_sides(claims, convs.dependence, options)
+        claims = _with_growth_limits(claims, forbidden)
     while True:
         drafts: list[LayerPlan] = []
         errors: dict[str, PlanError] = {}
@@ -254,13 +254,13 @@ def _allowed_layers(
             except PlanError as error:
                 errors[claim.site.name] = error
         measured = [draft for draft in drafts if draft.name not in stated]
-        broken = _broken_by(convs.dependence, measured)
-        if not broken:
+        forbidden = _forbidden_axes(convs.dependence, measured)
+        if not forbidden:
             return drafts, errors
-        claims = _with_growth_limits(claims, broken)
+        claims = _with_growth_limits(claims, forbidden)
 
 
-def _broken_by(
+def _forbidden_axes(
     dependence: AllowedWindows | None, drafts: Sequence[LayerPlan]
 ) -> dict[str, dict[int, str]]:
     """Return the axes along which windows of drafts must not grow as planned, and why."""
@@ -271,7 +271,7 @@ def _broken_by(
     return dependence.broken_by(windows, grow)
 
 
-def _broken_if_all_grew_to_both_sides(
+def _forbidden_axes_if_all_grow_to_both_sides(
     claims: Sequence[Claim], dependence: AllowedWindows, options: PlanOptions
 ) -> dict[str, dict[int, str]]:
     """Return the axes along which windows must not grow to both sides, and why.
@@ -296,7 +296,7 @@ def _broken_if_all_grew_to_both_sides(
 
 
 def _with_growth_limits(
-    claims: Sequence[Claim], broken: Mapping[str, Mapping[int, str]]
+    claims: Sequence[Claim], forbidden: Mapping[str, Mapping[int, str]]
 ) -> list[Claim]:
     """Return the claims, with limits for axes along which their windows broke a law.
 
@@ -307,7 +307,7 @@ def _with_growth_limits(
     limited = []
     for claim in claims:
         limits = dict(claim.growth_limits)
-        for axis, reason in broken.get(claim.site.name, {}).items():
+        for axis, reason in forbidden.get(claim.site.name, {}).items():
             side: Direction | None = None
             if axis not in limits:
                 side = "back" if reason == ONE_SIDE else None
@@ -323,7 +323,7 @@ def _what_rules_overrule(
 ) -> tuple[str, ...]:
     """Return sentences on windows that grow because rules say so, though the network forbids it."""
     names_of: dict[str, list[str]] = {}
-    for name, reasons in _broken_by(dependence, drafts).items():
+    for name, reasons in _forbidden_axes(dependence, drafts).items():
         for reason in dict.fromkeys(reasons.values()):
             names_of.setdefault(reason, []).append(name)
     return tuple(f"{short_list(names)}: {reason}" for reason, names in names_of.items())

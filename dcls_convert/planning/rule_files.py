@@ -185,7 +185,7 @@ def _problem_to_report(error: ValidationError) -> str:
 
 
 def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:
-    """Return a location of pydantic's as text, what is allowed there, and the model there."""
+    """Return, for a location from pydantic: its text, the allowed values, and the model there."""
     place = ""
     allowed = ""
     model: type[BaseModel] | None = RuleSet

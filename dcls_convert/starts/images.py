@@ -58,7 +58,7 @@ class Calibration:
     files_held_out: int = 0
 
     def __len__(self) -> int:
-        """The number of images in `batches`, without those held out."""
+        """The number of images in `batches`; held-out images do not count."""
         return sum(map(len, self.batches))
 
 

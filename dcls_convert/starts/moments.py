@@ -42,7 +42,7 @@ PATCH_FLOATS_AT_ONCE = 1 << 20
 KERNEL_PRIOR = 1e-2  # a
 NEIGHBOURS = 2.0  # b
 SHARED_CORRELATION = 0.2  # c
-# Lower bound on the mean square of a line's input, as a share of that of all lines.
+# Lower bound on the mean square of a line's input, as a share of the mean over all lines.
 MIN_SQUARE_SHARE = 1e-3
 MIN_SQUARE = 1e-12  # if there is no input at all
 

@@ -8,12 +8,12 @@
     r = t - A'w      `residuals`    (N, L, S)   what the elements leave of the targets
     a                               (S,)        the atom of one more element
     q = a - A'HA a   `unit`         (N, 1, S)   what the elements leave of this atom
-    q'a + ridge      `energies`     (N, J)      the energy of what is left of it
-    a'r = q't        `products`     (L, N, J)   its product with what is left of the targets
+    q'a + ridge      `energies`     (N, J)      the energy of this rest of the atom
+    a'r = q't        `products`     (L, N, J)   the atom's product with the residuals
 
-If the element of a is added, the squared error (with the ridge's share) falls by
+If the element with atom a is added, the squared error (with the ridge's share) falls by
 products^2 / energies: the part of t along u = q / sqrt(energy) is gone. When the element is
-removed, this part comes back. Both only need products with u: these update `energies` and
+removed, this part comes back. In both cases, products with u are enough to update `energies` and
 `products` for all atoms of a grid.
 
 Elements are added one after the other, each at the best point of the grid: orthogonal least
