@@ -376,7 +376,7 @@ class DclsLayer(CheckedLayer):
         padding = self.padding
         if not isinstance(padding, (str, tuple)):  # set after construction
             padding = self.padding = self.on_every_axis(padding)
-        # torch's convolution functions pad only with zeros, by fixed and even numbers of cells.
+        # torch's convolution functions pad only with zeros, and equally on both sides of an axis.
         if (
             self.padding_mode != "zeros"
             or padding == DYNAMIC_SAME
