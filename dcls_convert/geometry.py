@@ -11,16 +11,17 @@ MAX_CELLS = 1 << 28  # in one layer's constructed kernels; 1 GiB in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
-# "same", "valid", DYNAMIC_SAME, or for each axis the cells on either side, or before and after it.
+# "same", "valid" or DYNAMIC_SAME; or, for each axis, a number of cells on either side, or a pair:
+# cells before and after the axis.
 Padding = str | tuple[int | Pair, ...]
-# How a window is larger than the old kernel along an axis: its new cells lie on both sides of the
-# kernel, before it, or behind it.
+# Where a window's new cells lie along an axis: on both sides of the old kernel, before it, or
+# behind it.
 Grow = Literal["both", "back", "ahead"]
 Direction = Literal["back", "ahead"]
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return Python's numbers for those of NumPy and torch, a tuple for several.
+    """Convert numbers of NumPy and torch to Python's; several numbers become a tuple.
 
     Other values stay as they are.
     """
@@ -34,7 +35,7 @@ def plain_numbers(value: Any) -> Any:
 
 
 def on_every_axis(value: Any, dims: int) -> tuple[int, ...]:
-    """Return a number for each axis; torch also takes one for all."""
+    """Return a number for each axis; a single number, which torch allows, is for all axes."""
     if type(value) is tuple and set(map(type, value)) == {int}:
         numbers: Any = value  # the most frequent case
     else:
@@ -68,14 +69,14 @@ def check_window(
     """Check that a window can replace an old kernel.
 
     Args:
-        kernel_size, dilation: Of the old kernel.
+        kernel_size, dilation: Size and dilation of the old kernel.
         window: The window.
         dense_axes: Axes along which nothing is learnt.
         grow: How the window grows along each axis; empty means to both sides.
 
     Raises:
         PlanError: The window is smaller than the old extent, or it changes the size of a dense
-            axis. Or it grows to both sides, and one of window and extent is odd, the other even.
+            axis. Or it grows to both sides, by an odd number of cells.
     """
     if len(window) != len(kernel_size):
         raise PlanError(
@@ -157,8 +158,8 @@ def grown_padding(
 ) -> Padding:
     """Return the padding with which a window keeps the output size and the old kernel's place.
 
-    If it grows to one side along an axis, the padding is the old one: the layer adds the window's
-    new cells to it. The window must be one that `check_window` accepts.
+    If the window grows to one side along an axis, the old padding is returned: the layer adds the
+    window's new cells to it. `check_window` must have accepted the window.
 
     Raises:
         PlanError: Dynamic SAME padding of a kernel that is smaller than its stride, or that grows
@@ -187,7 +188,7 @@ def grown_padding(
 
 
 def as_padding(pairs: Sequence[Pair]) -> tuple[int | Pair, ...]:
-    """Return a padding; of an axis with as many cells before as after it, one number."""
+    """Return a `Padding` of pairs (before, after); a pair of equal numbers becomes one number."""
     return tuple([before if before == after else (before, after) for before, after in pairs])
 
 
@@ -209,20 +210,20 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
 
 
 def is_uneven(padding: Padding) -> bool:
-    """True if a padding of numbers has other cells before an axis than after it."""
+    """True if a padding states different numbers of cells before and after an axis."""
     return tuple in map(type, padding)
 
 
 def padding_with_new_cells(
     padding: Sequence[Pair], new: Sequence[Pair], mode: str
 ) -> tuple[list[Pair], list[Pair]]:
-    """Return the cells to pad as the padding mode says, and cells of zeros to add to them.
+    """Return the cells to pad by the padding mode, and the cells of zeros to add around them.
 
-    Reflect and circular padding on one side of a map read what lies behind it, such as later times.
-    So the new cells of a window that grows to one side are zeros there.
+    Reflect and circular padding copy inputs from elsewhere on the map, such as later times. In
+    these modes, the new cells of a window that grows to one side are therefore zeros.
 
     Args:
-        padding: The old kernel's, before and after each axis.
+        padding: The old kernel's padding before and after each axis.
         new: The window's new cells before and after each axis.
         mode: The padding mode, as in `torch.nn.Conv2d`.
     """
@@ -239,7 +240,7 @@ def padding_with_new_cells(
 
 
 def keeps_centre(padding: Pair, old_extent: int, stride: int) -> bool:
-    """True if this padding keeps each output over the middle of what the kernel sees.
+    """True if this padding keeps each output at the middle of the inputs that the kernel sees.
 
     That is, `old_extent - stride <= before + after <= old_extent - 1`, with one cell of slack for
     an even kernel, and with at most one cell more after than before.
@@ -274,7 +275,7 @@ def padded_cells(
 
 
 def _halves(cells: int) -> Pair:
-    """Split cells into those before and those after; an odd cell goes after."""
+    """Split a number of cells into cells before and after; an odd cell goes after."""
     before = cells // 2
     return before, cells - before
 
@@ -306,11 +307,11 @@ def position_limits(size: int) -> tuple[int, int]:
 
 
 def useful_limits(window: int, old_extent: int, map_length: int | None, grow: Grow) -> Pair:
-    """Return the first and last position along an axis that lie on the map for some output.
+    """Return the first and last position along an axis that lie on the map for at least one output.
 
-    The outermost cells of other positions meet only padding. On a map of M cells, at most 2 * M - 1
-    positions are useful; in a window that grows to one side, M, or the old kernel's. If the map's
-    length is not known, all are.
+    Cells at other positions meet only padding. On a map of M cells, at most 2 * M - 1 positions
+    are useful. In a window that grows to one side, M positions are, or the old kernel's if these
+    are more. If the map's length is not known, all positions are taken as useful.
     """
     low, high = position_limits(window)
     if map_length is None:

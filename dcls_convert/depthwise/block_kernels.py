@@ -39,8 +39,8 @@ Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
     pack with UNPACK  blocks                          -> maps
     gradient_of_bank  blocks of inputs and gradients  -> partial sums of the bank's gradient
 
-The bank (C, taps, CELLS, CELLS) is made of elements, by `element_kernels`, and so are the elements'
-gradients of the bank's.
+`element_kernels` makes the bank (C, taps, CELLS, CELLS) from elements, and the elements' gradients
+from the bank's gradient.
 
 A matrix of the bank has the inputs' cells as rows and the outputs' as columns.
 
@@ -92,12 +92,11 @@ def pack(
     UNPACK: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Copy maps into blocks, or back if UNPACK: one block of PACK_CHANNELS channels.
+    """Copy maps into blocks, or blocks into maps if UNPACK: one block of PACK_CHANNELS channels.
 
     The maps may hold only every STEP_DOWN-th row and every STEP_ACROSS-th column; the cells between
-    them are 0 in the blocks. Strides of maps, and the number of channels, are in units
-    of UNIT, which tells the compiler what divides them. If SUM, each block's cells are added up:
-    sums (C, M).
+    them are 0 in the blocks. Strides of maps, and the number of channels, are in units of UNIT: so
+    the compiler knows that UNIT divides them. If SUM, each block's cells are added up: sums (C, M).
     """
     block = tl.program_id(0)
     channels *= UNIT
@@ -176,7 +175,8 @@ def convolve_blocks(
 ):
     """Convolve BLOCKS blocks of one channel with the bank, in steps of STEP cells of the inputs.
 
-    If TURNED, as for the gradient of the input, matrices are those of mirrored taps, transposed.
+    If TURNED, as for the gradient of the input, each tap uses the transposed matrix of the mirrored
+    tap.
     """
     channel = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCKS
@@ -307,9 +307,10 @@ def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
 
 @triton.jit
 def sum_diagonals(partial_sums, r, s, exists, channel, sizes, R, S):
-    """Sum the bank's gradient to that of GATHERED cells (r, s) of one channel's window.
+    """Return the gradients of GATHERED cells (r, s) of one channel's window.
 
-    A cell of the window is on a diagonal of the matrices: it has an entry for each output cell.
+    A cell of the window is a diagonal of the bank's matrices, with one entry for each output cell.
+    Its gradient is the sum of the bank's gradient over this diagonal.
     """
     channels, parts, taps_down, taps_across = sizes
     cell_out = tl.arange(0, CELLS)[None, :]

@@ -1,6 +1,6 @@
 """How maps of one shape are convolved in blocks: sizes, and the launches of the kernels.
 
-What blocks, taps and the bank are is drawn at the top of `block_kernels`.
+The top of `block_kernels` explains blocks, taps and the bank, with drawings.
 
 Axes: N images, C channels, H x W a map, R x S the window, E elements, M blocks of all images.
 
@@ -22,8 +22,8 @@ Launches = list[tuple[Launch, Sequence[str]]]  # with the names of tensors
 
 _CELLS: int = block_kernels.CELLS.value  # of a block
 _CHANNELS: int = block_kernels.PACK_CHANNELS.value
-# The bank's gradient is summed in parts if there are fewer programs than this, so that a large GPU
-# is busy.
+# If there are fewer programs than this, the bank's gradient is summed in parts, to keep a large GPU
+# busy.
 MIN_PROGRAMS = 1056
 MIN_BLOCKS_IN_PART = 256
 # If strides and channels are multiples of this, the compiler can load 16 bytes at once.
@@ -40,16 +40,16 @@ STAGES = 3
 
 
 class BlockPlan:
-    """How maps of one shape are convolved on one device; keeps its passes.
+    """How maps of one shape are convolved on one device; the plan keeps its passes.
 
     The bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E). Or weight is windows
     (C, 1, R, S); positions are then any tensor, and neither they nor their gradients are written.
 
-    Kernels without a bias, or sums, still take a tensor in its place, and ignore it.
+    Without a bias or sums, Triton kernels still take a tensor as a placeholder, and ignore it.
 
     Args:
-        maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
-            output and the input's gradient have its memory format.
+        maps: The input (N, C, H, W), or a tensor of the same shape, memory format, dtype and
+            device. The output and the input's gradient have this memory format.
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
         dtype: The dtype of the blocks and of the output: bfloat16, float16 or float32.
@@ -76,10 +76,10 @@ class BlockPlan:
         block_rows = ceil_div(rows, BLOCK_SIDE)
         block_columns = ceil_div(columns, BLOCK_SIDE)
         blocks = images * block_rows * block_columns
-        # Blocks that an output depends on, along each axis; no more than the map has.
+        # The number of blocks that an output depends on along each axis, within the map's blocks.
         taps_down = 2 * min(ceil_div(window[0] // 2, BLOCK_SIDE), block_rows - 1) + 1
         taps_across = 2 * min(ceil_div(window[1] // 2, BLOCK_SIDE), block_columns - 1) + 1
-        self.is_traced = torch.compiler.is_compiling()  # then it serves in this graph alone
+        self.is_traced = torch.compiler.is_compiling()  # if so, the plan is for this graph alone
         self.dtype = dtype
         self.device = maps.device
         self.window = window
@@ -91,7 +91,7 @@ class BlockPlan:
         self.channels = channels
         self.blocks = blocks
         self.taps = taps_down * taps_across
-        # As kernels take them.
+        # Sizes in the order in which Triton kernels take them.
         self.map_sizes = (rows, columns, block_rows, block_columns, blocks)
         self.tap_sizes = (taps_down, taps_across)
         self.product_sizes = (blocks, block_rows, block_columns, taps_down, taps_across)
@@ -151,9 +151,10 @@ class BlockPlan:
         of_maps: bool,
         of_kernel: bool,
     ) -> list[Tensor]:
-        """Return gradients, from that of the output.
+        """Return gradients, computed from the output's gradient.
 
-        They are those of the maps, if `of_maps`, and of bias, weight and positions, if `of_kernel`.
+        If `of_maps`, the first is the gradient of the maps. If `of_kernel`, the gradients of bias,
+        weight and positions follow.
         """
         launches, gradient = self._find_pass(
             gradient, self._backward, of_maps, of_kernel, weight.dtype
@@ -165,7 +166,7 @@ class BlockPlan:
     ) -> tuple[Pass, Tensor]:
         """Return the pass that packs these maps, kept from an earlier call or new, and the maps.
 
-        They are copied if they begin at a wrong address or their rows are too far apart.
+        The maps are copied if they begin at a wrong address or their rows are too far apart.
         """
         if torch.compiler.is_compiling():
             maps = self._packable(maps)
@@ -199,7 +200,7 @@ class BlockPlan:
             results |= self._saved
         else:
             results["saved"] = self.saved
-        bias = "blocks"  # in its place, if there is none
+        bias = "blocks"  # a placeholder, if there is no bias
         if self.has_bias:
             bias = "bias"
             given.append(bias)
@@ -219,7 +220,7 @@ class BlockPlan:
         results: dict[str, NewTensor | Workspace] = {}
         scratch = [{"gradients": self._blocks}]
         later: dict[str, NewTensor] = {}
-        sums = "gradient"  # in their place, if there are none
+        sums = "gradient"  # a placeholder, if there are no sums
         has_sums = self.has_bias and of_kernel
         if has_sums:
             sums = "sums"
@@ -295,7 +296,10 @@ class BlockPlan:
         )
 
     def _gradients_of_kernel(self) -> tuple[Launch, Launch, int]:
-        """Return the launches for the gradients of the bank and of elements, and its parts."""
+        """Return the launches for the gradients of the bank and of elements.
+
+        Also return the number of parts in which the bank's gradient is summed.
+        """
         step = STEP[self.dtype.itemsize]
         taps_down, taps_across = self.tap_sizes
         three = taps_across == 3 and self.dtype.itemsize == 2 and adds_three_taps(self.device)

@@ -64,7 +64,7 @@ def is_on_another_gpu(tensor: Tensor) -> bool:
 class _Convolution(Function):
     """Maps (N, C, H, W), bias (C), weight (C, 1, E), positions (2, C, 1, E) -> (N, C, H', W').
 
-    What is saved is an output too, so that gradients of gradients flow through its blocks.
+    The saved tensor is also an output, so that second derivatives flow through its blocks.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Convolution(Function):
         output, *saved = plan.convolve(maps, bias, weight, positions, saves=True)
         ctx.plan = plan
         if not plan.is_traced:
-            # Not saved by torch, which would refuse it after it was clamped in place.
+            # Not by save_for_backward: it would refuse positions that were clamped in place later.
             ctx.positions = positions
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, *saved)
@@ -106,7 +106,7 @@ class _Convolution(Function):
                 *found, grad_bias, grad_weight, grad_positions = found
             if of_maps:
                 (grad_maps,) = found
-        if not of_bias:  # perhaps there is none
+        if not of_bias:  # there may be no bias
             grad_bias = None
         elif not of_kernel:
             grad_bias = grad_output.sum((0, 2, 3), dtype=torch.float32)
@@ -139,11 +139,11 @@ def _backward_by_torch(
     if grad_output is not None:
         with torch.enable_grad():
             blocks = plan.saved.part_of(saved, "blocks")
-            # The values of the forward pass, with the graph of today's.
+            # Positions with the values of the forward pass, and the graph of the present tensor.
             clamped = plan.saved.part_of(saved.detach(), "clamped")
             clamped = positions + (clamped - positions).detach()
         found = gradients_by_torch(convolve, (blocks, weight, clamped), grad_output.to(plan.dtype))
-        grad_blocks = add(found[0], grad_blocks)
+        grad_blocks = add_gradients(found[0], grad_blocks)
         grad_weight, grad_positions = found[1:]
         if plan.has_bias:
             grad_bias = grad_output.sum((0, 2, 3))
@@ -163,10 +163,10 @@ def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
 
 
 def needs_torch(grad_output: Tensor | None, grad_saved: Tensor | None) -> bool:
-    """True if kernels cannot compute a backward pass.
+    """True if Triton kernels cannot compute a backward pass.
 
-    Then its gradients must be differentiable, or are batched, or there is a gradient of the saved
-    output, as when gradients are differentiated.
+    This is so if gradients must be differentiable or are batched, or if the saved output has a
+    gradient, as when gradients are differentiated.
     """
     if torch.compiler.is_compiling():
         return False
@@ -197,7 +197,7 @@ def gradients_by_torch(
     return tuple(next(gradients) if tensor.requires_grad else None for tensor in inputs)
 
 
-def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+def add_gradients(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Add two gradients; None is 0."""
     if first is None or second is None:
         return second if first is None else first

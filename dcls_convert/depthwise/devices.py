@@ -34,8 +34,8 @@ def in_double(tensor: Tensor) -> Tensor:
 def why_no_blocks(device: torch.device) -> str | None:
     """Return why `blocks` cannot be computed on this device; None if they can.
 
-    They need Triton, and an NVIDIA GPU; on a CPU, they run only in Triton's interpreter. The device
-    is examined once, and if a GPU could compute blocks otherwise, a warning says what is missing.
+    Blocks need Triton and an NVIDIA GPU; on a CPU, they run only in Triton's interpreter. A device
+    is examined once. If the GPU is suitable and only software is missing, a warning says what.
     """
     return _why_no_blocks(device)
 
@@ -86,7 +86,7 @@ def adds_three_taps(device: torch.device) -> bool:
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def float32_precision() -> str:
-    """Return how products of float32 are computed: with TF32 if torch's own may be."""
+    """Return how products of float32 are computed: in TF32 if torch's own products may use it."""
     matmul: Any = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # torch 2.9; reading the older setting may then raise
         allows_tf32 = matmul.fp32_precision == "tf32"

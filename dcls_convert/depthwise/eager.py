@@ -11,7 +11,7 @@ from torch.compiler import assume_constant_result
 
 # Private API: torch has no public way to tell whether torch.func (vmap, grad, jvp, ...) is
 # transforming this code, whether a dispatch mode intercepts its operations, or whether tensors have
-# tangents. If it is missing, assume that they do: plain operations are always correct.
+# tangents. If this API is missing, assume the answer yes: plain operations are always correct.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 # Private API: `torch.autograd.grad(..., is_grads_batched=True)` uses batches of its own kind.
@@ -38,7 +38,7 @@ def is_eager(*tensors: Tensor) -> bool:
 
 
 def may_change_in_place(tensor: Tensor) -> bool:
-    """True if a layer may change this tensor of its own in a forward pass.
+    """True if a layer may change this tensor, which belongs to it, in a forward pass.
 
     False in exports, under torch.func and forward-mode AD, and for all but parameters: FSDP1,
     DataParallel and `functional_call` give layers tensors that were computed from parameters, often

@@ -1,4 +1,4 @@
-"""Triton kernels from the elements of 2-D kernels to windows, and back to the elements' gradients.
+"""Triton kernels that construct windows from elements in 2-D, and compute the elements' gradients.
 
 Bilinear interpolation, as in `layers.bilinear`: positions are clamped to the window, and at a kink
 the derivative is right-hand, or points inward at the upper border. NaN stays NaN.
@@ -56,8 +56,8 @@ def interpolate_gradients(
 ):
     """Return the gradients of elements (weight, row, column).
 
-    `value` is their weights; the next four are the gradients of the cells around each; the
-    fractions are its distances from the upper left one.
+    `value` holds the elements' weights. The next four hold the gradients of the cells around each
+    element, and the fractions its distances from the upper left cell.
     """
     top = top_left + (top_right - top_left) * fraction_x
     bottom = bottom_left + (bottom_right - bottom_left) * fraction_x
@@ -116,7 +116,7 @@ def element_gradients_of_windows(
     R: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Compute the gradients of weight and positions from that of the windows (N, R, S)."""
+    """Compute the gradients of weight and positions from the windows' gradient (N, R, S)."""
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     second = tl.cast(kernels, tl.int64) * elements
     exists = element < second
@@ -167,7 +167,7 @@ def pack_and_make_bank(
     S: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):
-    """Do what `pack` does, in its programs, and make the bank of elements, in those after them."""
+    """Pack maps in the first programs, as `pack` does, and make the bank in the other programs."""
     program = tl.program_id(0)
     if program < blocks_in_all:
         pack(
@@ -216,8 +216,9 @@ def make_matrix(
 ):
     """Write the matrix of one tap and channel, and, for the first tap, clamped positions (2, C, E).
 
-    The matrix depends on the NEAR x NEAR cells of the window around the tap's offset, which are a
-    product: (rows, elements) x (elements, columns). If WINDOWS, weight holds them: (C, R, S).
+    The matrix depends on the NEAR x NEAR cells of the window around the tap's offset. These cells
+    are a product: (rows, elements) x (elements, columns). If WINDOWS, weight holds the windows
+    instead: (C, R, S).
     """
     channels, elements, taps_down, taps_across = sizes
     near = tl.arange(0, NEAR)
@@ -278,8 +279,8 @@ def element_gradients_of_bank(
 ):
     """Compute the gradients of a channel's elements and bias.
 
-    They come from partial sums of the bank's gradient, and from sums of blocks of gradients. If
-    WINDOWS, weight holds windows (C, R, S), and there are no positions.
+    The gradients come from partial sums of the bank's gradient, and from sums of blocks of
+    gradients. If WINDOWS, weight holds windows (C, R, S), and there are no positions.
     """
     channel = tl.program_id(0)
     element = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)

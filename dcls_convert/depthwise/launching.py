@@ -1,8 +1,8 @@
-"""Launch Triton kernels with little work on the host: those of a pass by one call.
+"""Launch all Triton kernels of a pass by one call, with little work on the host.
 
 Triton's own launch inspects all arguments in every call, to find the program that was compiled for
 them. A `Pass` finds its programs once. On NVIDIA's GPUs, a function in C (`launch.c`) then launches
-them all. Elsewhere, and if it cannot be built, Triton launches each; so it does under
+them all. Triton launches each kernel on other devices, if this function cannot be built, under
 `torch.compile`, where launches become parts of the graph, and in Triton's interpreter.
 """
 
@@ -23,13 +23,13 @@ from ..geometry import ceil_div
 from ..progress import logger
 from ..text import one_line, shortened
 
-LOAD_BYTES = 16  # bytes; kernels load and store so many at once
+LOAD_BYTES = 16  # kernels load and store this many bytes at once
 PART_ALIGNMENT = 256  # bytes, of a part of a workspace
 WARP = 32  # threads of NVIDIA's GPUs
 
 
 class NewTensor(NamedTuple):
-    """A tensor that is made at each use, with uninitialised values."""
+    """The description of a tensor that each run makes anew, with uninitialised values."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # it is dense
@@ -50,15 +50,15 @@ class NewTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def maker(self) -> Callable[[], Tensor]:
-        """Return the function that makes it."""
+        """Return the function that makes the tensor."""
         shape, strides, dtype, device = self
         return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 class Workspace:
-    """Several tensors in the memory of one, whose dtype is given.
+    """Several tensors (parts) in the memory of one tensor (the whole), which has the given dtype.
 
-    Those of a group are never needed at the same time, and share memory.
+    The parts of a group are never needed at the same time, and share memory.
     """
 
     def __init__(
@@ -134,10 +134,11 @@ class Pass:
     `run` takes the given tensors, and returns the results.
 
     Args:
-        given: Names of tensors, which are contiguous but for maps; or workspaces.
-        results: What the pass makes.
-        launches: Each with the names of its kernel's tensors.
-        scratch: What is needed only during the pass.
+        given: Names of the tensors that `run` takes, or workspaces. All tensors except maps are
+            contiguous.
+        results: Tensors and workspaces that the pass makes.
+        launches: The launches, each with the names of its kernel's tensors.
+        scratch: Memory that is needed only during the pass.
     """
 
     __slots__ = ("given", "launches", "results", "run", "scratch")
@@ -173,8 +174,8 @@ class Pass:
                 for part in name.parts:
                     tensors[part] = name.part_of(tensor, part)
 
-        for one, tensor in zip(self.given, given, strict=True):
-            add(one, tensor)
+        for given_name, tensor in zip(self.given, given, strict=True):
+            add(given_name, tensor)
         for name, new in self.results.items():
             results.append(new.maker()())
             add(new if isinstance(new, Workspace) else name, results[-1])
@@ -205,8 +206,8 @@ class Pass:
                     places[part] = (number, name.offsets[part])
                     dtypes[part] = new.dtype
 
-        for number, (one, tensor) in enumerate(zip(self.given, given, strict=True)):
-            add(one, number, tensor.dtype)
+        for number, (given_name, tensor) in enumerate(zip(self.given, given, strict=True)):
+            add(given_name, number, tensor.dtype)
         makers: list[Callable[[], Tensor]] = []
         for number, (name, new) in enumerate(self.results.items(), start=len(given)):
             makers.append(new.maker())
@@ -232,7 +233,10 @@ class Pass:
 
 
 def packed(launch: Launch, program: Any, places: Sequence[tuple[int, int]]) -> bytes:
-    """Return a launch as `launch.c` reads it; places are of its tensors: address, offset."""
+    """Return a launch as `launch.c` reads it.
+
+    `places` has a pair for each tensor: the number of an address, and bytes from this address.
+    """
     pointers = [number for place in places for number in place]
     return struct.pack(
         f"=Q8I{len(pointers) + len(launch.sizes)}q",
@@ -255,7 +259,7 @@ _programs: dict[tuple[object, ...], Any] = {}
 def compiled_program(launch: Launch, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Any:
     """Return the program of a launch, compiled and loaded on the current GPU.
 
-    It serves all sizes: none is specialised, and all are below 2**31.
+    The program serves all sizes: no size is specialised, and all are below 2**31.
     """
     key = (launch.kernel, dtypes, launch.constants, launch.warps, launch.stages, device)
     program = _programs.get(key)
@@ -268,7 +272,7 @@ def compiled_program(launch: Launch, dtypes: tuple[torch.dtype, ...], device: to
             num_warps=launch.warps,
             num_stages=launch.stages,
         )
-        program[launch.grid]  # loads it
+        program[launch.grid]  # loads the program
         _programs[key] = program
     return program
 

@@ -16,7 +16,8 @@ from torch.compiler import assume_constant_result
 
 from ..geometry import Pair
 
-# Columns of padding, by CPU capability. Others were not measured, or padding changes nothing there.
+# Columns of padding, by CPU capability. With other capabilities, padding changes nothing, or was
+# not measured.
 MAX_PADDING_COLUMNS = {"AVX512": 6, "AVX2": 4}
 # The dtypes that are convolved in this way; no other dtype became faster.
 DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -44,7 +45,7 @@ def depthwise_by_onednn(
 ) -> Tensor:
     """Compute `F.conv2d` with C groups: input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C.
 
-    All are cast to the dtype first, as autocast does.
+    Input, bias and kernel are cast to the dtype first, as autocast does.
     """
     input = input.to(dtype)
     kernel = kernel.to(dtype)
@@ -135,8 +136,8 @@ def _weight_gradient(
 ) -> Tensor:
     """Compute the kernel's gradient: (N, C, H, W), grad_output (N, C, H', W') -> (C, 1, R, S).
 
-    Every map is convolved. The window is the gradient of its output, and the dilation is the
-    stride. Sums are in float32 at least.
+    Every map is convolved with the gradient of its output as the window, and the stride as the
+    dilation. Sums are in float32 at least.
     """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
     max_columns = cast(int, max_padding_columns())

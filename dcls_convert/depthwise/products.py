@@ -29,7 +29,8 @@ def depthwise_by_products(
 ) -> Tensor:
     """Convolve: input (N, C, H, W), bias (C), kernel (C, 1, R, S) -> (N, C, H', W').
 
-    All are cast to the dtype first, as autocast does. The output has the input's memory format.
+    Input, bias and kernel are cast to the dtype first, as autocast does. The output has the input's
+    memory format.
     """
     kernel = kernel.to(dtype)
     memory_format = torch.contiguous_format

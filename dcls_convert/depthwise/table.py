@@ -1,4 +1,4 @@
-"""The table of algorithms for depthwise convolutions: which one computes which.
+"""The table of algorithms for depthwise convolutions, and the choice of an algorithm.
 
 The choice is a function of device, dtype and shapes; nothing is timed while a network runs. Users
 can override it with an environment variable, which is read once.
@@ -93,12 +93,12 @@ class Algorithm(NamedTuple):
     name: str
     supports: Callable[[ConvSpec], bool]  # True if it can compute the convolution
     is_best: Callable[[ConvSpec], bool]  # True if no later row is faster
-    # Returns the function that convolves. The input and the bias are examples: those of
-    # later calls have the same shape, strides and dtype.
+    # Returns the function that convolves. The given input and bias are examples: in later calls,
+    # they have the same shape, strides and dtype.
     prepare: Callable[[ConvSpec, Tensor, Tensor | None], Convolve]
 
 
-def _can_onednn(spec: ConvSpec) -> bool:
+def _can_run_onednn(spec: ConvSpec) -> bool:
     return (
         spec.is_depthwise
         and spec.device.type == "cpu"
@@ -107,14 +107,14 @@ def _can_onednn(spec: ConvSpec) -> bool:
     )
 
 
-def _by_onednn(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+def _prepare_onednn(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
     padding = cast(Pair, spec.padding)
     return functools.partial(
         onednn.depthwise_by_onednn, dtype=spec.dtype, stride=spec.stride, padding=padding
     )
 
 
-def _can_blocks(spec: ConvSpec) -> bool:
+def _can_run_blocks(spec: ConvSpec) -> bool:
     rows, columns = spec.window
     images, channels, height, width = spec.input_shape
     return (
@@ -136,7 +136,7 @@ def _are_blocks_best(spec: ConvSpec) -> bool:
     return spec.device.type != "cpu" and spec.cells > MAX_CELLS_FOR_TORCH
 
 
-def _by_blocks(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+def _prepare_blocks(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
     from .blocks import convolver_of_windows  # needs Triton
 
     return convolver_of_windows(
@@ -144,7 +144,7 @@ def _by_blocks(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
     )
 
 
-def _can_products(spec: ConvSpec) -> bool:
+def _can_run_products(spec: ConvSpec) -> bool:
     if not spec.has_one_kernel_per_channel or spec.stride != (1, 1):
         return False
     padding = cast(Pair, spec.padding)
@@ -167,14 +167,14 @@ def _are_products_best(spec: ConvSpec) -> bool:
     )
 
 
-def _by_products(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+def _prepare_products(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
     from .products import depthwise_by_products  # for GPUs alone
 
     padding = cast(Pair, spec.padding)
     return functools.partial(depthwise_by_products, dtype=spec.dtype, padding=padding)
 
 
-def _by_torch(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
+def _prepare_torch(spec: ConvSpec, input: Tensor, bias: Tensor | None) -> Convolve:
     padding: Any = spec.padding
 
     def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
@@ -187,11 +187,11 @@ def _always(spec: ConvSpec) -> bool:
     return True
 
 
-TORCH = Algorithm("torch", _always, _always, _by_torch)
+TORCH = Algorithm("torch", _always, _always, _prepare_torch)
 ALGORITHMS = (
-    Algorithm("onednn", _can_onednn, _always, _by_onednn),
-    Algorithm("blocks", _can_blocks, _are_blocks_best, _by_blocks),
-    Algorithm("products", _can_products, _are_products_best, _by_products),
+    Algorithm("onednn", _can_run_onednn, _always, _prepare_onednn),
+    Algorithm("blocks", _can_run_blocks, _are_blocks_best, _prepare_blocks),
+    Algorithm("products", _can_run_products, _are_products_best, _prepare_products),
     TORCH,
 )
 
@@ -223,8 +223,7 @@ def _preference() -> Preference:
 def choose_algorithm(spec: ConvSpec, preferred: Preference = "auto") -> Algorithm:
     """Return the first algorithm that can compute a convolution, and is best.
 
-    A preferred one is taken wherever it can compute the convolution; elsewhere, the table
-    decides.
+    If the preferred algorithm can compute the convolution, it is returned instead.
     """
     for algorithm in ALGORITHMS:
         if algorithm.name == preferred and algorithm.supports(spec):
@@ -259,8 +258,8 @@ def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.
 def find_algorithm(spec: ConvSpec, *tensors: Tensor, eager: bool) -> Algorithm:
     """Return the algorithm for a convolution and its tensors.
 
-    If they are not computed eagerly, it is torch's unless they are compiled: in exports, under
-    torch.func, and where FLOPs are counted.
+    If tensors are neither eager nor compiled, torch's algorithm is returned: in exports, under
+    torch.func, and while FLOPs are counted.
 
     Raises:
         DclsConvertError: The environment variable has a value that is not allowed.

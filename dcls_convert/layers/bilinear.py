@@ -106,7 +106,7 @@ class _BilinearKernel(Function):
         for block_grad, block_weight, block_cells in _blocks(
             flat_grad_output, flat_weight, flat_cells
         ):
-            value, slopes = _interpolated(block_grad, block_cells, size)
+            value, slopes = _interpolate(block_grad, block_cells, size)
             grad_weights.append(value)
             grad_coordinates.append(block_weight * slopes)
         grad_weight = torch.cat(grad_weights).reshape(weight.shape)
@@ -129,8 +129,8 @@ def _scatter_block_(kernel: Tensor, weight: Tensor, cells: Tensor, size: WindowS
         corner_view.scatter_add_(1, lowest_index, part)
 
 
-def _interpolated(grad: Tensor, cells: Tensor, size: WindowSize) -> tuple[Tensor, Tensor]:
-    """Interpolate `grad` (n, cells of the window) at the elements, and return its slopes there too.
+def _interpolate(grad: Tensor, cells: Tensor, size: WindowSize) -> tuple[Tensor, Tensor]:
+    """Interpolate `grad` (n, cells of the window) at the elements, and compute its slopes there.
 
     cells (A, n, E) -> values (n, E) and slopes (A, n, E).
     """
@@ -189,8 +189,8 @@ def _lowest_corner(cells: Tensor, size: WindowSize) -> tuple[Tensor, list[Tensor
 def _corner_views(kernel: Tensor, size: WindowSize) -> list[Tensor]:
     """Return views of kernel (n, cells of the window), one for each corner, last axis fastest.
 
-    An element's lowest corner has some index in the kernel. Each of its other corners has the same
-    index in the view of that corner.
+    If an element's lowest corner has index i in the kernel, each of its other corners has index i
+    in the view of that corner.
     """
     offsets = [0]  # from the lowest corner, in cells of the flat window
     for axis in range(len(size)):

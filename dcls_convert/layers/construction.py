@@ -39,9 +39,9 @@ def construct_kernel(
         interpolation: One of `options.INTERPOLATION_NAMES`. "bilinear" is the paper's eq. 2-4.
             Elements of interpolations with a sigma (arXiv:2306.00817) are normalised to sum to 1
             inside the window.
-        sigma: Shaped like positions, in cells; only for interpolations that have one. Values below
-            their `min_sigma` count as `min_sigma`. Sigma is the half-width of the triangle, and the
-            standard deviation of the Gaussian.
+        sigma: Shaped like positions, in cells; only for interpolations with a sigma. Values below
+            the interpolation's `min_sigma` count as `min_sigma`. Sigma is the half-width of the
+            triangle, and the standard deviation of the Gaussian.
         dense_axes: Spatial axes that are dense, not learnt: each of their cells has its own E
             elements (the paper's N-MD kernels).
 
@@ -57,9 +57,9 @@ def construct_kernel(
         ValueError: Shapes do not fit together, the interpolation is unknown, or sigma is missing or
             superfluous.
     """
-    method = find_interpolation(interpolation)
-    if method.has_sigma != (sigma is not None):
-        need = "needs a" if method.has_sigma else "has no"
+    properties = find_interpolation(interpolation)
+    if properties.has_sigma != (sigma is not None):
+        need = "needs a" if properties.has_sigma else "has no"
         raise ValueError(f"{interpolation} interpolation {need} sigma")
     dense = [size[axis] for axis in sorted(dense_axes)]
     shape = (*weight.shape[:2], *dense, weight.shape[-1])
@@ -75,7 +75,7 @@ def construct_kernel(
                 f"dense_axes={tuple(dense_axes)} it must be {expected}"
             )
     learnt_size = along_learnt_axes(size, dense_axes)
-    return construct_unchecked(weight, positions, sigma, learnt_size, dense_axes, method)
+    return construct_unchecked(weight, positions, sigma, learnt_size, dense_axes, properties)
 
 
 def construct_unchecked(
@@ -86,7 +86,10 @@ def construct_unchecked(
     dense_axes: Sequence[int],
     interpolation: Interpolation,
 ) -> Tensor:
-    """Construct kernels as `construct_kernel`; `learnt_size` is along the learnt axes."""
+    """Construct kernels as `construct_kernel` does, without checking arguments.
+
+    `learnt_size` is the size along the learnt axes.
+    """
     device = weight.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # Autocast would run the matrix products in half precision.

@@ -1,4 +1,4 @@
-"""How a layer convolves an input: it looks this up in `depthwise/table.py`, and remembers it."""
+"""Look up in `depthwise/table.py` how a layer convolves an input, and remember the answer."""
 
 import functools
 from typing import Any, NamedTuple, cast
@@ -10,14 +10,14 @@ from ..depthwise import table
 from ..depthwise.devices import float32_precision
 from ..geometry import Padding, Pair, extent, on_every_axis, static_padding
 
-MAX_CONVS = 100  # kept by a layer; with images of all sizes, there would be ever more
+MAX_CONVS = 100  # kept by a layer; bounds memory where every image has another size
 
 
 class PreparedConv(NamedTuple):
     """How a layer convolves inputs of one shape, strides, dtype and device."""
 
     convolve: table.Convolve
-    takes_elements: bool  # weight and positions, instead of a kernel
+    takes_elements: bool  # True if `convolve` takes weight and positions, instead of a kernel
 
 
 class ConvCache(dict[tuple[object, ...], PreparedConv]):
@@ -27,7 +27,7 @@ class ConvCache(dict[tuple[object, ...], PreparedConv]):
         return ConvCache, ()
 
     def keep(self, key: tuple[object, ...], conv: PreparedConv) -> None:
-        """Remember a convolution, and forget the oldest one if there are many."""
+        """Remember a convolution, and forget the oldest one if there are `MAX_CONVS`."""
         if len(self) >= MAX_CONVS:
             self.pop(next(iter(self)), None)  # None: another thread may have removed it
         self[key] = conv
@@ -41,7 +41,7 @@ def key_of(
     bias: Tensor | None,
     padding: Padding,
 ) -> tuple[object, ...]:
-    """Return a key that is equal for calls that one prepared convolution serves."""
+    """Return a key for a call; calls with equal keys share one prepared convolution."""
     dtype = table.computed_dtype(input, weight, bias)
     return (
         padding,
@@ -70,9 +70,9 @@ def prepare_conv(
     *,
     eager: bool,
 ) -> PreparedConv:
-    """Return how a 2-D layer convolves inputs like this one, with parameters like these.
+    """Prepare the convolution of a 2-D layer, for inputs and parameters like the given ones.
 
-    The padding must be one that torch's function supports.
+    torch's convolution function must support the padding.
     """
     dtype = table.computed_dtype(input, weight, bias)
     spec = _spec_of(layer, input, dtype or input.dtype, padding)
@@ -122,7 +122,7 @@ def _plan_of_elements(
     positions: Tensor,
     bias: Tensor | None,
 ) -> table.Convolve:
-    """Return how blocks convolve with weight and positions."""
+    """Return the function that convolves in blocks, with weight and positions."""
     from ..depthwise.block_plan import BlockPlan  # needs Triton
     from ..depthwise.blocks import convolve_by_plan
     from .gpu_construction import construct_by_torch

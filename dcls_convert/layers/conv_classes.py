@@ -31,8 +31,8 @@ class ConvTraits:
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
-    # All padding, as a run of forward has shown (`own_forward.py`); None for a class that is
-    # registered, or that has its base's forward.
+    # All padding, as seen in a run of forward (`own_forward.py`). None for registered classes, and
+    # for classes that have the forward of their base.
     padding: Padding | None = None
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def register_conv(
     """Declare what the forward of your own convolution class does, so that it can be converted.
 
     A class without a `forward` of its own needs no registration: it is treated as its base. A class
-    whose `forward` is its base's with other padding by zeros needs none either: a run shows this.
+    whose `forward` only pads with zeros, and then convolves as its base does, needs none either.
     timm's `Conv2dSame`, `StdConv2d`, `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame`
     are known. Folding a converted layer gives a plain convolution with the transformed kernel.
 
@@ -74,7 +74,7 @@ def register_conv(
             cells.
 
     Raises:
-        TypeError: `cls` is not such a subclass.
+        TypeError: `cls` is not a subclass of these classes.
 
     Example:
         A convolution that removes the mean of each filter::
@@ -113,7 +113,7 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
 def settings_of(conv: AnyConv) -> ConvSettings:
     """Return the settings of a convolution, with all padding that `forward` adds.
 
-    `why_not_replaceable` must have accepted it.
+    `why_not_replaceable` must have accepted the convolution.
     """
     traits = find_traits(conv)
     assert traits is not None
@@ -127,7 +127,10 @@ def settings_of(conv: AnyConv) -> ConvSettings:
 
 
 def has_own_forward(module: nn.Module, method: str = "forward") -> bool:
-    """True if a method was set on the object itself; accelerate leaves that of its class there."""
+    """True if a method other than the class's was set on the object itself.
+
+    accelerate sets the class's own method on the object, which does not count.
+    """
     found = vars(module).get(method)
     function = getattr(found, "__func__", found)
     return found is not None and function is not getattr(type(module), method)
@@ -170,7 +173,7 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if reason is not None:
         return reason
     members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
-    # If the padding was seen by a run (`traits.padding`), modules inside were run with it.
+    # If the padding was seen in a run (`traits.padding`), the modules inside were part of the run.
     if members and traits.padding is None:
         names = ", ".join(sorted(members))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"
@@ -192,7 +195,10 @@ def _why_weight_unusual(weight: Tensor) -> str | None:
 
 
 def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
-    """Return a reason if the parameters are not weight, bias and those that the traits name."""
+    """Return a reason if parameters are unexpected or missing.
+
+    Expected are weight, bias, and the parameters that the traits name.
+    """
     parameters = set(dict(conv.named_parameters(recurse=False, remove_duplicate=False)))
     expected: set[str] = set()
     for name in ("weight", "bias", *traits.parameters):

@@ -1,6 +1,6 @@
-"""Read what a convolution, or a DCLS layer, states about itself, as torch uses it.
+"""Read the settings of a convolution or a DCLS layer from its attributes, as torch uses them.
 
-Its settings are attributes, which may be set after construction. Imports no torch.
+The attributes may have been set after construction. This module imports no torch.
 """
 
 from dataclasses import dataclass, fields
@@ -24,7 +24,7 @@ class ConvSettings:
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    # What its class does to the weight before it convolves: see `register_conv`.
+    # Name of the function by which the class transforms the weight: see `register_conv`.
     transform: str = "nothing"
 
     @property
@@ -33,9 +33,10 @@ class ConvSettings:
         return tuple(map(extent, self.kernel_size, self.dilation))
 
     def describe_difference(self, planned: "ConvSettings") -> str | None:
-        """Return a setting that is not as planned: "stride is (2, 2), the plan has (1, 1)".
+        """Describe a setting that is not as planned: "stride is (2, 2), the plan has (1, 1)".
 
-        None if all are. Settings that the plan does not state (see `LayerPlan`) are not compared.
+        Return None if all settings are as planned. Settings that the plan does not state (see
+        `LayerPlan`) are not compared.
         """
         for setting in fields(ConvSettings):
             found = getattr(self, setting.name)
@@ -55,9 +56,9 @@ def dims_of(conv: Any) -> int:
 def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
     """Return the settings of a convolution, or of a DCLS layer.
 
-    The padding is that of `conv` itself; its class may pad in `forward`, too: see
-    `conv_classes.settings_of`. `traits` are those of its class (see `find_traits`); a layer has
-    them itself.
+    The padding is the one that the attributes state. The class may also pad in `forward`: see
+    `conv_classes.settings_of`. For a convolution, `traits` are the traits of its class (see
+    `find_traits`); a layer has them as an attribute.
     """
     dims = dims_of(conv)
     in_channels, out_channels, groups = plain_numbers(
@@ -66,8 +67,8 @@ def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
     stored = getattr(conv, "_reversed_padding_repeated_twice", None)
     padding: Padding = conv.padding
     if stored is not None and conv.padding_mode != "zeros":
-        # In these modes torch pads by what it stored when the convolution was made, whatever
-        # `padding` says now: cells before and after each axis, the last axis first.
+        # In these modes, torch pads by numbers that it stored when the convolution was made,
+        # whatever `padding` says now: cells before and after each axis, the last axis first.
         padding = as_padding(list(zip(stored[::2], stored[1::2], strict=True))[::-1])
     elif not isinstance(padding, str):
         padding = on_every_axis(padding, dims)
@@ -90,7 +91,7 @@ def own_settings(conv: Any, traits: Any = None) -> ConvSettings:
 
 
 def why_contradictory(conv: Any) -> str | None:
-    """Return which attribute is none of torch's, or contradicts the weight's shape; or None."""
+    """Return a reason if the padding mode is unknown, or attributes contradict the weight."""
     if conv.padding_mode not in PADDING_MODES:
         return f"its padding mode {conv.padding_mode!r} is none of {', '.join(PADDING_MODES)}"
     channels = plain_numbers((conv.out_channels, conv.in_channels // conv.groups))

@@ -67,9 +67,10 @@ class DclsConvNd(DclsLayer):
             dtype: As in `torch.nn.Conv2d`; `dilation` spaces the cells of the dilated kernel itself
             and is 1 in practice. `padding="dynamic_same"` is TensorFlow's SAME padding, which
             depends on the input's size (2-D only).
-        grow: "back" if the window lies before the output's own cell along an axis, as in a causal
-            network, "ahead" if it lies behind it: the layer adds these cells to `padding`. For one
-            axis or all. With "both", the padding is all there is, as in `torch.nn.Conv2d`.
+        grow: "back" if the window lies before the output's own cell, as in a causal network;
+            "ahead" if it lies behind that cell. The layer then adds the window's cells to
+            `padding`. With "both", the input gets only `padding`, as in `torch.nn.Conv2d`. One
+            value for all axes, or one for each.
         kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
         dilated_kernel_size: Window in which elements may move, in cells.
         interpolation: How an element spreads over the cells: one of `options.INTERPOLATION_NAMES`.
@@ -96,12 +97,12 @@ class DclsConvNd(DclsLayer):
     ) -> Self:
         """Make the DCLS layer that replaces `conv`.
 
-        It has the same stride, groups, bias, padding mode, dtype, device, hooks and output size.
-        If the window grows "back" or "ahead" along an axis, all its new cells lie before or behind
-        the old kernel, and the layer adds them to the padding of `conv`. `padding` and
-        `kernel_size` (of a dilated kernel, its extent) are then those of `conv`, for code that
-        pads or cuts the map by them.
-        Its elements are the `kernel_count` cells of the old kernel with the largest weights, at
+        The layer has the same stride, groups, bias, padding mode, dtype, device, hooks and output
+        size. If the window grows "back" or "ahead" along an axis, all its new cells lie before or
+        behind the old kernel, and the layer adds them to the padding of `conv`. Its attributes
+        `padding` and `kernel_size` (for a dilated kernel, the extent) then stay as in `conv`,
+        because code outside may pad or cut the map by them.
+        The elements are the `kernel_count` cells of the old kernel with the largest weights, at
         their old positions. With an element for every cell, a layer with bilinear interpolation
         computes the same function. The bias is the same parameter.
 
@@ -181,7 +182,7 @@ class DclsConvNd(DclsLayer):
         *,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """Make the layer for a convolution of these settings on the meta device, without bias."""
+        """Make the layer for a convolution with these settings, on meta, without bias."""
         layer = cls(
             settings.in_channels,
             settings.out_channels,
@@ -214,11 +215,12 @@ class DclsConvNd(DclsLayer):
     def fuse(self) -> Conv:
         """Make the plain convolution with the constructed kernel.
 
-        It gives the same outputs, but positions are no longer learnt.
+        The convolution gives the same outputs, but positions are no longer learnt.
         `timm.utils.reparameterize_model` calls this method. On the CPU, a plain depthwise
         convolution with a wide window is slow for contiguous maps. There,
         `model.to(memory_format=torch.channels_last)` helps, with images in the same format.
-        If the window grows to one side, it is a subclass that pads by itself.
+        If the window grows to one side, the result is a subclass of the plain convolution, which
+        pads by itself (`padded_conv.py`).
         """
         # Pruning, weight norm and spectral norm recompute the weight in forward pre-hooks. Run them
         # now, or the kernel would be constructed from a stale weight.
@@ -302,7 +304,7 @@ DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: Dcl
 def _carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> None:
     """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
 
-    Those are all except `exclude`, the attributes of its class.
+    Users added all attributes except `exclude`, the standard attributes.
     """
     new.train(old.training)
     for name, parameter in new.named_parameters(recurse=False):
@@ -316,7 +318,7 @@ def _carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) ->
         # Leave out names that the new class has: an attribute would hide its method or property.
         if name not in own_names and not hasattr(type(new), name):
             vars(new)[name] = value
-    # Leave out hooks that compute a parameter: `new` does not have what they compute it from.
+    # Leave out hooks that compute a parameter: `new` lacks the tensors that they compute it from.
     other_hooks: OrderedDict[int, Any] = OrderedDict()
     for key, hook in old._forward_pre_hooks.items():
         if not isinstance(hook, _COMPUTING_HOOKS):
@@ -326,7 +328,7 @@ def _carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) ->
 
 
 def _compute_parameter_(layer: nn.Module, hook: Any) -> None:
-    """Run a hook now if it is one of torch's that compute a parameter before each forward pass."""
+    """Run a hook now if it is pruning, weight norm or spectral norm, which compute a parameter."""
     if isinstance(hook, SpectralNorm):
         weight = hook.compute_weight(layer, do_power_iteration=False)
         setattr(layer, hook.name, weight)

@@ -1,8 +1,8 @@
-"""What a DCLS layer is: its arguments, its parameters, and its forward pass.
+"""The DCLS layer: its arguments, its parameters, and its forward pass.
 
 One forward pass of a 2-D layer, on a CPU:
 
-1. `DclsLayer.forward` pads the input, if torch's convolution does not know the padding.
+1. `DclsLayer.forward` pads the input, if torch's convolution cannot pad in this way.
 2. `_convolve_2d`: the layer looks up how to convolve (`conv_cache.py`, `depthwise/table.py`) and
    remembers it for inputs of the same shape, strides and dtype.
 3. `_clamped_kernel`: in training, positions are clamped, if they may be changed; the kernel is
@@ -12,15 +12,16 @@ One forward pass of a 2-D layer, on a CPU:
 On a GPU, for bilinear elements, block kernels construct and convolve (`depthwise/blocks.py`), or
 one launch constructs the kernel (`gpu_construction.py`).
 
-How a window of 7 cells lies around a kernel of 3, which was padded by 1. The numbers are positions:
+A window of 7 cells around an old kernel of 3 (x), which was padded by 1. The numbers at the top are
+positions:
 
     grow    -3 -2 -1  0  1  2  3    padding  new_cells  an output sees    in a window of 9
     both     .  .  x  x  x  .  .    3        0, 0       -3 to 3           positions stay
     back     .  .  .  .  x  x  x    1        4, 0       -5 to 1           positions + 1: 3 becomes 4
     ahead    x  x  x  .  .  .  .    1        0, 4       -1 to 5           positions - 1
 
-The layer adds `new_cells` to `padding`, which is what code outside sees. Cells that an output sees
-are counted from its own place on the map; the old kernel's, x, stay -1 to 1.
+The layer adds `new_cells` to its `padding`; code outside sees `padding` alone. Under "an output
+sees", cells are counted from the output's own place on the map: the old kernel stays at -1 to 1.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -75,7 +76,7 @@ class DclsLayer(CheckedLayer):
     conv_class: ClassVar[Any]  # nn.Conv1d, Conv2d or Conv3d
     conv_function: ClassVar[Callable[..., Tensor]]
 
-    if TYPE_CHECKING:  # for type checkers, to which torch's modules return anything
+    if TYPE_CHECKING:  # to type checkers, torch's modules return Any
 
         def __call__(self, input: Tensor) -> Tensor:
             """Call `forward` and the hooks."""
@@ -119,8 +120,8 @@ class DclsLayer(CheckedLayer):
         self.stride = self._one_per_axis("stride", stride, minimum=1)
         self.dilation = self._one_per_axis("dilation", dilation, minimum=1)
         self.padding_mode = padding_mode
-        # As in `torch.nn.Conv2d`, or another `geometry.Padding`. It is the whole padding of the
-        # input, unless the window grows to one side: then, new cells are added to it.
+        # As in `torch.nn.Conv2d`, or another `geometry.Padding`. This is all padding of the input,
+        # unless the window grows to one side: then, the layer also adds `new_cells`.
         self.padding: Padding
         if isinstance(padding, str):
             self.padding = padding
@@ -129,10 +130,10 @@ class DclsLayer(CheckedLayer):
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
-        # How the window grows along each axis; empty if to both sides along all.
+        # How the window grows along each axis; empty if it grows to both sides along all axes.
         self.grow: tuple[Grow, ...] = ()
-        # The window without the new cells that the layer pads by itself, for code outside that
-        # pads by `kernel_size`.
+        # Code outside may pad by `kernel_size`. Therefore it is the window without the new cells
+        # that the layer pads by itself.
         self.kernel_size = self.dilated_kernel_size
         self._set_grow(grow)
         self.traits = PLAIN
@@ -144,7 +145,7 @@ class DclsLayer(CheckedLayer):
             self.reset_parameters()
 
     def _set_limits(self) -> None:
-        """Set what follows from the window: its learnt size, and the limits of positions."""
+        """Set the window's learnt size and the limits of positions, which follow from it."""
         self._learnt_size = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
         limits = list(map(position_limits, self._learnt_size))
         self._lowest_position, self._highest_position = zip(*limits, strict=True)
@@ -173,7 +174,11 @@ class DclsLayer(CheckedLayer):
             self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
     def _set_grow(self, grow: Grow | Sequence[Grow]) -> None:
-        """Set how the window grows: to one side, from one cell; `from_conv` knows the kernel."""
+        """Set how the window grows.
+
+        Along axes where it grows to one side, `kernel_size` becomes 1. `DclsConvNd.on_meta`, which
+        knows the old kernel, then sets `kernel_size` to the old extent.
+        """
         axes: Any = [grow] * self.dims if isinstance(grow, str) else grow
         grows: tuple[Grow, ...] = ()
         if isinstance(axes, Sequence):
@@ -200,7 +205,7 @@ class DclsLayer(CheckedLayer):
         ]
 
     def on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
-        """Return a number for each axis; what is set after construction may be one for all."""
+        """Return a number for each axis; attributes set later may be one number for all axes."""
         return on_every_axis(value, self.dims)
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
@@ -225,7 +230,7 @@ class DclsLayer(CheckedLayer):
             if self.dims != 2 or self.padding_mode != "zeros" or self.grow:
                 raise ValueError(f"padding={self.padding!r} is for 2-D with zeros, without grow")
             padding = 0
-        # Make torch's convolution, on meta, to check all other arguments: it refuses wrong ones.
+        # Make torch's convolution, on meta: it refuses wrong values of all other arguments.
         self.conv_class(
             self.in_channels,
             self.out_channels,
@@ -269,17 +274,17 @@ class DclsLayer(CheckedLayer):
     def set_window_(self, window: IntOrTuple) -> None:
         """Give the layer another window, in which its elements stay where they are on the map.
 
-        Outputs keep their size. They keep their values if the new window has all elements, and the
-        interpolation has no sigma: elements with a sigma also spread into new cells. In a group of
-        tied layers, every layer needs the new window. Where the window grows to one side, positions
-        count from its new centre, so older state dicts, and averages of positions, do not fit.
+        Outputs keep their size. They keep their values if all elements lie in the new window and
+        the interpolation has no sigma: elements with a sigma also spread into new cells. In a group
+        of tied layers, every layer needs the new window. If the window grows to one side, positions
+        count from its new centre, so older state dicts and averages of positions no longer fit.
 
         Args:
             window: As `dilated_kernel_size`.
 
         Raises:
             ValueError: A dense axis would change, outputs would shift (odd and even sides), or the
-                padding is too small for such a window. The layer is as it was.
+                padding is too small for the window. The layer is then unchanged.
         """
         sides = self._one_per_axis("dilated_kernel_size", window, minimum=1)
         grows = grow_of_axes(self.grow, self.dims)
@@ -316,9 +321,10 @@ class DclsLayer(CheckedLayer):
         self._convs.clear()
 
     def position_shift(self, axis: int, side: int) -> int:
-        """Return what to add to positions along an axis if the window's side changes.
+        """Return the shift of positions along an axis if the window's side changes.
 
-        They count from the window's centre. A window that grows to one side keeps its other end.
+        Positions count from the window's centre. If a window grows to one side, its other end
+        stays, and its centre moves.
         """
         grow = grow_of_axes(self.grow, self.dims)[axis]
         if grow == "both":
@@ -330,13 +336,13 @@ class DclsLayer(CheckedLayer):
     def kernel(self) -> Tensor:
         """Construct the kernel (O, I, *dilated_kernel_size).
 
-        It is differentiable with respect to weight, positions and sigma. `forward` does not call
-        this method, so a subclass that overrides it convolves as before.
+        The kernel is differentiable with respect to weight, positions and sigma. `forward` does not
+        call this method, so overriding it in a subclass does not change outputs.
         """
         return self._construct(self.weight, self.positions, self.sigma)
 
     def _construct(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
-        """Construct the kernel from parameters that were read: reading tied ones takes time."""
+        """Construct the kernel from parameters that the caller read: reading tied ones is slow."""
         return construct_unchecked(
             self.traits.effective_weight(self, weight),
             positions,
@@ -363,14 +369,14 @@ class DclsLayer(CheckedLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
-            # Record one call of the layer, also for tracers that were not told that it is a leaf.
+            # Record the layer as one call, even if the tracer was not told that it is a leaf.
             tracer = cast(fx.Tracer, input.tracer)
             call = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
             return cast(Tensor, call)
         padding = self.padding
         if not isinstance(padding, (str, tuple)):  # set after construction
             padding = self.padding = self.on_every_axis(padding)
-        # torch's convolution functions support neither these modes nor such padding.
+        # torch's convolution functions pad only with zeros, and equally on both sides of an axis.
         if (
             self.padding_mode != "zeros"
             or padding == DYNAMIC_SAME
@@ -392,7 +398,7 @@ class DclsLayer(CheckedLayer):
         )
 
     def _convolve_2d(self, input: Tensor, padding: Padding) -> Tensor:
-        """Convolve by the algorithm that the table gives; blocks need no constructed kernel."""
+        """Convolve by the table's algorithm; blocks take elements instead of a kernel."""
         weight: Tensor = self.weight
         positions: Tensor = self.positions
         bias = self.bias
@@ -424,7 +430,8 @@ class DclsLayer(CheckedLayer):
     def _clamp_before_use_(self, positions: Tensor, sigma: Tensor | None) -> None:
         """In training, clamp positions in place, if that is possible.
 
-        If not, they stay as they are: the kernel is that of the clamped positions anyway.
+        Otherwise, positions stay as they are. Either way, the kernel is constructed from the
+        clamped values.
         """
         if self.training and may_change_in_place(positions):
             self._clamp_elements_(positions, sigma)
@@ -437,7 +444,7 @@ class DclsLayer(CheckedLayer):
         return pad(input, cells, self.new_cells, self.padding_mode)
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments; most are left out if they are the defaults."""
+        """Return the layer's arguments, most of them only if they differ from the defaults."""
         defaults = {
             "padding": self.on_every_axis(0),
             "grow": (),
@@ -463,8 +470,8 @@ class DclsLayer(CheckedLayer):
 def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
     """Clamp `tensor[i]` to [low[i], high[i]], in place. A single limit applies to all."""
     if torch.compiler.is_compiling():
-        # An operator that declares that it changes its argument: inductor (torch 2.15) drops plain
-        # clamps of a parameter if the model has several layers. The view is flat because inductor
+        # Use an operator that declares that it changes its argument: inductor (torch 2.15) drops
+        # plain clamps of a parameter if the model has several layers. Pass a flat view: inductor
         # may change the memory layout of tensors with four axes, and would then clamp a copy.
         _clamp_in_graph(tensor.flatten(1), list(low), list(high))
     elif len(set(zip(low, high, strict=True))) == 1:
@@ -474,8 +481,8 @@ def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None
 
         mesh = cast(Any, tensor).device_mesh
         lowest, highest = [
-            distribute_tensor(per_axis(one, tensor), mesh, src_data_rank=None)
-            for one in (low, high)
+            distribute_tensor(per_axis(limits, tensor), mesh, src_data_rank=None)
+            for limits in (low, high)
         ]
         tensor.copy_(tensor.maximum(lowest).minimum(highest))
     else:

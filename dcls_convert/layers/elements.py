@@ -35,14 +35,14 @@ def largest_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the cells with the most energy, over all layers of a tie group, as elements.
 
-    Kernels are (O, I, *kernel size). The energy is that of `effective`, the kernels that the old
-    convolutions compute with, by default `kernels`. Of cells with equal energy, the first are
-    chosen.
+    Kernels are (O, I, *kernel size). Energies are computed from `effective`, the kernels that the
+    old convolutions compute with; by default, from `kernels`. Among cells of equal energy, the
+    first are chosen.
 
     Returns:
         The weights of each layer (O, I, *D, E) and the positions (A, O, I, *D, E). The elements are
-        in the order of the cells, at their old positions. If there are fewer cells, the elements
-        beyond them have weight 0 and lie in the centre.
+        in the order of the cells, at their old positions. If there are fewer cells than elements,
+        the surplus elements have weight 0 and lie in the centre.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
@@ -78,7 +78,7 @@ def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:
 def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) -> Tensor:
     """Return the first E cells of each kernel line: (O, I, *kernel size) -> (O, I, *D, E).
 
-    If a line has fewer cells, they are repeated.
+    If a line has fewer than E cells, its cells are repeated.
     """
     cells = cells_last(kernel, learnt_axes(kernel.dim() - 2, dense_axes))
     index = torch.arange(kernel_count, device=kernel.device) % cells.shape[-1]

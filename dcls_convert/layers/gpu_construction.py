@@ -1,7 +1,7 @@
-"""Bilinear kernels of any 2-D convolution on a GPU, in one launch of `element_kernels`.
+"""Construct bilinear kernels of any 2-D convolution on a GPU, by one launch of a Triton kernel.
 
 Layers clamp their positions in place in every forward pass, so positions must not be saved for
-backward. The kernels write clamped copies, and these are saved.
+backward. The Triton kernel writes clamped copies, and these are saved.
 
 Axes: *C kernels, E elements, R x S the window. This module needs Triton.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise import element_kernels as kernels
-from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
+from ..depthwise.blocks import add_gradients, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch, NewTensor, Pass, Workspace
 from ..geometry import Pair, ceil_div
 from .profiles import bilinear_by_profiles, cells_of
@@ -38,7 +38,8 @@ def construct_windows(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
 class _Construction(Function):
     """weight (*C, E), positions (2, *C, E) -> windows (*C, R, S), clamped positions.
 
-    An output that is saved keeps the graph, for gradients of gradients.
+    The clamped positions are saved for backward. They are also an output, so that autograd keeps
+    their graph for second derivatives.
     """
 
     @staticmethod
@@ -99,23 +100,23 @@ class _Construction(Function):
                 },
                 {"grad_weight": _like(weight), "grad_positions": _like(clamped)},
             )
-        return grad_weight, add(grad_positions, grad_clamped), None
+        return grad_weight, add_gradients(grad_positions, grad_clamped), None
 
 
-# Passes of one launch, by all that they depend on. Layers bound their number, images of new sizes
-# add none.
+# Passes of a single launch, by everything that they depend on. Each layer adds a few; new image
+# sizes add none.
 _passes: dict[tuple[object, ...], Pass] = {}
 
 
 def _like(tensor: Tensor) -> NewTensor:
-    """Return a contiguous tensor that is otherwise like this one."""
+    """Describe a new contiguous tensor with the shape, dtype and device of this one."""
     return NewTensor.contiguous(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 def _run(
     launch: Launch, given: dict[str, Tensor], results: dict[str, NewTensor | Workspace]
 ) -> list[Tensor]:
-    """Launch a kernel that takes the given tensors, and then the results."""
+    """Launch a kernel whose arguments are the given tensors, then the results; return these."""
     is_compiling = torch.compiler.is_compiling()
     found = None
     if not is_compiling:
@@ -130,6 +131,6 @@ def _run(
 
 
 def construct_by_torch(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
-    """Construct windows in float32 as the kernels do, by torch's operations."""
+    """Construct windows in float32 by torch's operations, as the Triton kernels do."""
     cells = cells_of(positions.to(torch.float32), size)
     return bilinear_by_profiles(weight.to(torch.float32), cells, size)

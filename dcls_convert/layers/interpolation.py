@@ -1,6 +1,6 @@
-"""The interpolations: what is asked of how an element spreads, apart from its profile.
+"""Properties of the interpolations, by which elements spread over cells.
 
-Imports no torch; the profiles are in `profiles.py`.
+This module imports no torch. The profiles themselves are in `profiles.py`.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Interpolation:
     """
 
     name: InterpolationName
-    # Distance in cells, with the initial sigma, from which on a cell gets nothing of an element, or
-    # less than rounding shows.
+    # Cells at this distance (in cells) or farther get nothing of an element that has the initial
+    # sigma, or less than rounding shows.
     support: int
-    # Whether an element at a cell's centre lies in that cell alone, with the initial sigma.
+    # True if an element with the initial sigma, at the centre of a cell, lies in that cell alone.
     is_exact_on_cells: bool
-    # Whether the authors' package spreads elements in the same way, so that its layers can be
-    # loaded (`conversion/authors.py`).
+    # True if the authors' package spreads elements in the same way. Its layers can then be loaded
+    # (`conversion/authors.py`).
     is_of_authors: bool
     min_sigma: float | None = None  # in cells; None if the interpolation has no sigma
     initial_sigma: float | None = None  # cells
@@ -61,8 +61,8 @@ _ALL = (  # sigmas as in DCLS 0.1.1
         min_sigma=1.0,
         initial_sigma=1.0,
     ),
-    # The minimum keeps the gradient of an element between two cells. Both values are those of DCLS
-    # 0.1.1, which adds 0.27 to a parameter that starts at 0.23.
+    # With a smaller minimum, an element between two cells would have hardly any gradient. Both
+    # values are as in DCLS 0.1.1, which adds 0.27 to a parameter that starts at 0.23.
     Interpolation(
         name="gaussian",
         support=4,  # eight times the initial sigma
@@ -72,4 +72,4 @@ _ALL = (  # sigmas as in DCLS 0.1.1
         initial_sigma=0.5,
     ),
 )
-INTERPOLATIONS: dict[str, Interpolation] = {each.name: each for each in _ALL}
+INTERPOLATIONS: dict[str, Interpolation] = {entry.name: entry for entry in _ALL}

@@ -1,6 +1,6 @@
-"""See by running it which padding a convolution class with a forward of its own adds.
+"""Find out which padding a convolution class adds in a forward of its own, by running it.
 
-Such classes are common where padding is not symmetric:
+Classes with a forward of their own are common where padding is not symmetric:
 
     class CausalConv1d(nn.Conv1d):
         def forward(self, input):
@@ -26,17 +26,17 @@ FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MAX_ERROR = 1e-5  # relative, of outputs in float32
 MAX_STRIDE_SEEN = 8  # one input size is tried for each phase of the stride
 
-# What was seen of a convolution, and the attributes that it had.
+# For each convolution: its attributes when it was run, and the padding that was seen.
 _seen: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Padding | None]] = WeakKeyDictionary()
 
 
 def padding_seen(conv: nn.Module) -> Padding | None:
-    """Return the padding with which a convolution's forward convolves as its base in torch.nn does.
+    """Return the padding that a convolution's forward adds before it convolves as its base does.
 
     A copy with random weights runs on inputs of several sizes, at least one for each phase of the
-    stride, in train and in eval mode. Its outputs must be those of torch's function for the padded
-    input. Padding is with zeros: the same cells at all sizes, or TensorFlow's SAME rule. An object
-    runs once, and again when its attributes have changed.
+    stride, in train and in eval mode. Its outputs must equal those of torch's function on the
+    padded input. Only padding with zeros is found: the same cells at all sizes, or TensorFlow's
+    SAME rule. The result is kept until the object's attributes change.
 
     Args:
         conv: A convolution whose only parameters are its weight and bias. It may be on the meta
@@ -62,9 +62,9 @@ def padding_seen(conv: nn.Module) -> Padding | None:
 
 
 def _plain_attributes(conv: nn.Module) -> dict[str, Any]:
-    """Return the attributes that are numbers, texts or several of these, and the modules inside.
+    """Return the attributes that are numbers, strings, tuples or lists, and the object's text.
 
-    The mode is left out.
+    The text names the modules inside. The mode (`training`) is left out.
     """
     plain: dict[str, Any] = {"": str(conv)}
     for name, value in vars(conv).items():
@@ -76,7 +76,7 @@ def _plain_attributes(conv: nn.Module) -> dict[str, Any]:
 
 
 def _may_only_pad(conv: nn.Module, settings: ConvSettings) -> bool:
-    """False if a forward does more than pad, or cannot be run without changing the network."""
+    """False if a forward surely does more than pad, or if running it could change the network."""
     has_tensors = any(True for child in conv.children() for _ in child.parameters())
     has_tensors |= any(True for _ in conv.buffers())
     inputs = inspect.signature(type(conv).forward).parameters
@@ -107,9 +107,9 @@ def _padding_seen(conv: nn.Module, settings: ConvSettings) -> Padding | None:
             inputs.append(input.clone().requires_grad_())
             outputs.append(type(conv).forward(twin, inputs[-1]))
     vars(twin)["training"] = attributes["training"]
-    if vars(twin) != attributes:  # it keeps something, such as past steps
+    if vars(twin) != attributes:  # forward keeps a state, such as past steps
         return None
-    candidates: list[Padding] = [_numbers(inputs, outputs, extents, stride)]
+    candidates: list[Padding] = [_fixed_padding(inputs, outputs, extents, stride)]
     if len(extents) == 2:
         candidates.append(DYNAMIC_SAME)
 
@@ -127,7 +127,7 @@ def _padding_seen(conv: nn.Module, settings: ConvSettings) -> Padding | None:
 
 
 def _with_random_weights(conv: Any) -> tuple[nn.Module, Tensor, Tensor | None]:
-    """Return a shallow copy of a convolution with random weights, and copies of these."""
+    """Return a copy of a convolution with random values, and clones of its weight and bias."""
     generator = torch.Generator().manual_seed(0)
     twin = copy.copy(conv)
     parameters: dict[str, nn.Parameter | None] = {}
@@ -142,21 +142,21 @@ def _with_random_weights(conv: Any) -> tuple[nn.Module, Tensor, Tensor | None]:
     return twin, weight, None if bias is None else bias.detach().clone()
 
 
-def _numbers(
+def _fixed_padding(
     inputs: list[Tensor], outputs: list[Tensor], extents: Sequence[int], stride: Sequence[int]
 ) -> Padding:
     """Return the cells before and after each axis that explain what the first outputs see.
 
     padding 2 . . x x x x x     The first output of a kernel of 3 sees input 0 alone,
-            [k k k]             the last of its cells.
+            [k k k]             through the last of its cells.
     """
     first = outputs[0].flatten(2)[..., 0]
     (gradient,) = torch.autograd.grad(first.sum(), inputs[0])
     padding = []
     for axis, (kernel_extent, step) in enumerate(zip(extents, stride, strict=True)):
         seen = gradient.movedim(2 + axis, 0).flatten(1).any(1).nonzero()
-        before = max(0, kernel_extent - 1 - int(seen.max()))  # less is no padding
-        for after in itertools.count():  # ends: outputs are not shorter than their input allows
+        before = max(0, kernel_extent - 1 - int(seen.max()))  # a negative number is no padding
+        for after in itertools.count():  # ends: with more padding, outputs become longer
             lengths = []
             for input in inputs:
                 lengths.append((input.shape[2 + axis] + before + after - kernel_extent) // step + 1)

@@ -1,9 +1,10 @@
 """Plain convolutions that pad their input by themselves, unevenly.
 
-`kernel_size` is the old kernel's, for code that reads it; the weight has the window's cells.
+The attribute `kernel_size` stays the old kernel's size, because code outside may pad by it. The
+weight has the size of the window.
 
-Layers whose windows grow to one side fold into them. Symmetric padding would need a larger kernel,
-with zeros on the other side, which training would fill.
+A layer whose window grows to one side folds into one of these convolutions. With symmetric padding,
+the kernel would need extra cells of zeros on the other side, and training would fill them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from .padding import torch_mode, widths_of
 class _Padded(_ConvNd):
     """A convolution that pads by itself, unevenly."""
 
-    widths: list[int]  # to pad as the mode says, as F.pad takes them
-    zeros: list[int]  # to pad with zeros around that
+    widths: list[int]  # cells to pad by `pad_mode`, in the order of F.pad
+    zeros: list[int]  # cells of zeros to add around them, in the same order
     pad_mode: str
     adds_zeros: bool
     convolve: Callable[..., Tensor]  # torch's function
@@ -37,7 +38,7 @@ class _Padded(_ConvNd):
         )
 
     def extra_repr(self) -> str:
-        """Return what torch says, and what is special: `kernel_size` is for code that reads it."""
+        """Return torch's description, plus the weight's cells and the padding, which it lacks."""
         text = super().extra_repr()  # type: ignore[no-untyped-call]
         cells = tuple(self.weight.shape[2:])
         return f"{text}, cells={cells}, widths={self.widths}, zeros={self.zeros}"
@@ -73,9 +74,9 @@ def padded_conv(
     """Make a plain convolution that pads as `padding.pad` does.
 
     Args:
-        conv_class: Its base in torch.nn.
+        conv_class: The base class in torch.nn.
         padding, new, padding_mode: As in `padding.pad`.
-        args, kwargs: Other arguments of its base.
+        args, kwargs: Other arguments of the base class.
     """
     conv: Any = PADDED_CONVS[conv_class](*args, **kwargs)
     by_mode, zeros = padding_with_new_cells(padding, new, padding_mode)

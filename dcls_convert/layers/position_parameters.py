@@ -31,7 +31,10 @@ class PositionParameter:
 
     @property
     def name(self) -> str:
-        """Its name in `named_parameters`; a part without the first layer has none of this name."""
+        """The tensor's name in `named_parameters`.
+
+        A part of the network without the first layer has no parameter of this name.
+        """
         return f"{next(iter(self.layers))}.{self.attribute}".lstrip(".")
 
     @property
@@ -65,7 +68,7 @@ def position_parameters(model: nn.Module, *attributes: str) -> tuple[PositionPar
     If `attributes` ("positions", "sigma") are given, return only these.
 
     Raises:
-        DclsConvertError: FSDP1 has flattened them.
+        DclsConvertError: FSDP1 has flattened the positions.
     """
     parameters: dict[int, PositionParameter] = {}  # by the id of the tensor
     for layer_name, layer in model.named_modules():
@@ -83,7 +86,7 @@ def position_parameters(model: nn.Module, *attributes: str) -> tuple[PositionPar
 
 
 def describe_imprecise(parameters: Iterable[PositionParameter]) -> str | None:
-    """Say which trained positions and sigmas are below float32, what is lost, and the cure."""
+    """Say which trained positions and sigmas are below float32, the effect, and the remedy."""
     imprecise = []
     for parameter in parameters:
         dtype = parameter.tensor.dtype
@@ -104,10 +107,11 @@ def describe_imprecise(parameters: Iterable[PositionParameter]) -> str | None:
 def clamp_positions_(model: nn.Module) -> None:
     """Clamp all positions to their windows, and all sigmas to at least their minimum.
 
-    The layers clamp their own parameters in each training forward pass, and `save_converted` those
-    of the model. Call this after every step to follow the paper to the letter, so that positions
-    are always inside their windows. It is needed where layers cannot clamp their parameters: under
-    FSDP2, FSDP1 (inside `FSDP.summon_full_params(model)`), `nn.DataParallel` and `torch.func`.
+    Layers clamp their own parameters in each training forward pass, and `save_converted` clamps all
+    parameters of the model. To follow the paper to the letter, call this function after every step:
+    positions are then always inside their windows. The call is needed where layers cannot clamp
+    their parameters: under FSDP2, FSDP1 (inside `FSDP.summon_full_params(model)`),
+    `nn.DataParallel` and `torch.func`.
 
     Raises:
         DclsConvertError: FSDP1 has flattened the positions.

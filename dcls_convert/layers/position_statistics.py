@@ -22,7 +22,7 @@ MAX_DISTANCES = 1 << 22  # computed at once: 16 MiB per axis in float32; one ker
 
 
 def from_old_centre(positions: Tensor, old_centre: Sequence[float]) -> Tensor:
-    """Return positions (A, ...) from the old kernel's centre instead of the window's."""
+    """Count positions (A, ...) from the old kernel's centre instead of the window's centre."""
     centre = positions.new_tensor(old_centre)
     return positions - centre.reshape(-1, *[1] * (positions.dim() - 1))
 
@@ -30,8 +30,8 @@ def from_old_centre(positions: Tensor, old_centre: Sequence[float]) -> Tensor:
 def border_share(positions: Tensor, size: Sequence[int], grow: Sequence[Grow] = ()) -> float:
     """Return the share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond it.
 
-    At the limits that a larger window would move: where it grows to one side, the other end is the
-    old kernel's. `size` and `grow` (empty: to both sides) are along the learnt axes.
+    Only limits that a larger window would move count: a window that grows to one side keeps its
+    other end. `size` and `grow` (empty: to both sides) are along the learnt axes.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
     grows = grow_of_axes(grow, len(size))

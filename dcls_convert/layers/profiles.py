@@ -3,10 +3,10 @@
 An element spreads by the product of its profiles, one along each learnt axis. Each profile is
 normalised to sum to 1 inside the window.
 
-A profile's derivative by the position must not vanish for elements on cells: starts from old
-kernels put elements there, and they would never move. Where the profile has a kink, it is the
-right-hand derivative. At the upper border of the window it is the left-hand one, which points
-inward.
+The derivative of a profile by the position must not vanish at the centres of cells: starts from old
+kernels place elements there, and these elements would never move. At a kink of the profile, the
+derivative is the right-hand one. At the upper border of the window, it is the left-hand one, which
+points inward.
 
 Axes: *C kernels, E kernel elements, A learnt axes. `cells` are positions counted from the first
 cell of the window.
@@ -50,8 +50,8 @@ def construct_by_profiles(
 ) -> Tensor:
     """Construct kernels: weight (*C, E), cells and sigma (A, *C, E) -> (*C, *size).
 
-    Each element is spread by the product of its normalised profiles. There are derivatives of any
-    order.
+    Each element is spread by the product of its normalised profiles. The result has derivatives of
+    any order.
     """
     profiles: list[Tensor] = []
     for axis, length in enumerate(size):
@@ -90,7 +90,10 @@ def clamped(value: Tensor, low: float, high: float) -> Tensor:
 def normalised_profile(
     interpolation: Interpolation, cells: Tensor, length: int, sigma: Tensor | None = None
 ) -> Tensor:
-    """Return the normalised profile: (*C, E) -> (*C, E, length). Default: the initial sigma."""
+    """Return the normalised profile: (*C, E) -> (*C, E, length).
+
+    Without `sigma`, elements have the initial sigma.
+    """
     if sigma is None:
         sigma = torch.full_like(cells, interpolation.initial_sigma or 1.0)
     value = PROFILES[interpolation.name](cells, sigma, length)
@@ -110,7 +113,7 @@ def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     distance = (_grid(cells, length) - cells.detach().unsqueeze(-1)).abs()  # (*C, E, length)
     value = (fixed_sigma - distance).relu()
     slope_by_sigma = (distance <= fixed_sigma).to(value.dtype)
-    # Both are 0, and carry the gradients of the position and of sigma.
+    # The values of these two are 0. They carry the gradients of the position and of sigma.
     zero_by_position = (cells - cells.detach()).unsqueeze(-1)
     zero_by_sigma = sigma.unsqueeze(-1) - fixed_sigma
     slope = _triangle_slope(cells, sigma, length)
@@ -122,12 +125,12 @@ def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     width = sigma.detach().unsqueeze(-1)
     offset = _grid(cells, length) - centre  # (*C, E, length)
 
-    def one_where(first: Tensor, second: Tensor) -> Tensor:
+    def where_both(first: Tensor, second: Tensor) -> Tensor:
         # Not `&`, which coremltools does not support.
         return torch.logical_and(first, second).to(offset.dtype)
 
-    right_hand = one_where(offset > 0, offset <= width) - one_where(offset > -width, offset <= 0)
-    left_hand = one_where(offset >= 0, offset < width) - one_where(offset >= -width, offset < 0)
+    right_hand = where_both(offset > 0, offset <= width) - where_both(offset > -width, offset <= 0)
+    left_hand = where_both(offset >= 0, offset < width) - where_both(offset >= -width, offset < 0)
     return torch.where(centre >= length - 1, left_hand, right_hand)
 
 
@@ -137,8 +140,8 @@ def _gaussian(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     return (-0.5 * (offset / sigma.unsqueeze(-1)) ** 2).exp()
 
 
-# How much of the element each cell gets, before it is normalised; differentiable. Without a sigma,
-# an interpolation's profile gets a sigma of 1.
+# Differentiable functions that return how much of an element each cell gets, before normalisation.
+# For an interpolation without a sigma, the function gets a sigma of 1.
 PROFILES: dict[str, Profile] = {
     "bilinear": _triangle,
     "triangle": _triangle,

@@ -1,6 +1,6 @@
 """Refuse state dicts of another conversion.
 
-Torch would load them: names and shapes are the same for every window.
+torch alone would load them, because names and shapes are the same for every window.
 """
 
 import math
@@ -65,7 +65,7 @@ class CheckedLayer(Tieable):
         return problem
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
-        """Return how far positions are outside of the window; None if at most `MAX_OUTSIDE`.
+        """Say how far positions are outside of the window; None if at most `MAX_OUTSIDE`.
 
         Positions that FSDP2 has sharded, perhaps along the axes of the window, are not checked.
         """
@@ -89,7 +89,7 @@ class CheckedLayer(Tieable):
         )
 
     def _describe_sigma_below(self, sigma: Tensor, name: str) -> str | None:
-        """Return how far sigmas are below their minimum; None if at most `MAX_BELOW`."""
+        """Say how far sigmas are below their minimum; None if at most `MAX_BELOW`."""
         minimum = find_interpolation(self.interpolation).min_sigma
         if minimum is None or sigma.is_meta or is_sharded(sigma):
             return None

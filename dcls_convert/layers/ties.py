@@ -1,17 +1,17 @@
 """Tie layers: the first layer of a group has the positions, and the others read them there.
 
-A tied layer refers to the first layer by an attribute that is no child. So each tensor has one
-owner and one name, and torch's walks, savers and optimizers need to know nothing of ties.
+A tied layer refers to the first layer by an attribute that is not a child module. So each tensor
+has one owner and one name, and torch's walks, savers and optimizers need to know nothing of ties.
 
-In a part of a network that lacks the first layer, positions are read as well, but they are not
-among the part's parameters; `copy.deepcopy` of such a part gives it positions of its own. Of four
-layers, of which 0 has the positions, it makes these copies:
+In a part of a network without the first layer, tied layers still read its positions, but these are
+not among the part's parameters. `copy.deepcopy` of such a part gives the copy its own positions.
+For example, with four layers, of which layer 0 has the positions:
 
     layers, as deepcopy meets them      copies
     0 1 2 3                             0' has positions; 1', 2' and 3' read them there
     1 2 3      a part of the network    1' has positions of its own; 2' and 3' read them there
     2 1 0 3    a hook refers to 2, and  2' has positions of its own, and 1' reads them there,
-               hooks are copied first   until 0' is made: 2' then reads those of 0'; so does 3'
+               hooks are copied first   until 0' is made: then 2' and 3' read the positions of 0'
 """
 
 import copy
@@ -43,7 +43,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def is_flattened(tensor: Tensor) -> bool:
     """True if FSDP1 has made the tensor a part of a flat shard, or freed its memory for a while.
 
-    The tensors of a layer, its bias apart, have at least three axes.
+    Except for the bias, the tensors of a layer have at least three axes.
     """
     if tensor.dim() == 1:
         return True
@@ -89,7 +89,7 @@ class Tieable(nn.Module):
     def tie_(self, first: "Tieable") -> None:
         """Read the positions (and sigma) of `first` from now on, at each use.
 
-        It must come before this layer in the network: positions are named by the first layer.
+        `first` must come before this layer in the network, because positions are named by it.
         """
         for name in POSITION_PARAMETERS:
             self._parameters.pop(name, None)
@@ -97,7 +97,7 @@ class Tieable(nn.Module):
 
     @property
     def owner(self) -> "Tieable":
-        """The layer that has the positions (and sigma) of this one: another, or this one itself."""
+        """The layer that owns the positions (and sigma): the group's first, or the layer itself."""
         return self._tied_to[0].owner if self._tied_to else self
 
     @property
@@ -106,7 +106,7 @@ class Tieable(nn.Module):
         return bool(self._tied_to)
 
     def __getattr__(self, name: str) -> Any:
-        """Get a parameter; called for what is not in `__dict__`."""
+        """Get a parameter; Python calls this for names that are not in `__dict__`."""
         own = self.__dict__.get("_parameters", {})
         if name in own:  # the most frequent case, here without the search of nn.Module
             return own[name]
@@ -138,8 +138,8 @@ class Tieable(nn.Module):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Copy the layer.
 
-        If its first layer is not copied too, the copy gets positions of its own, and layers of the
-        group that are copied later in the same deepcopy share these.
+        If the first layer is not copied too, the copy gets its own positions, and layers of the
+        group that are copied later in the same deepcopy share them.
         """
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
@@ -149,7 +149,7 @@ class Tieable(nn.Module):
         new._tied_to = ()
         if self.is_tied:
             self._tie_copy_(new, memo)
-        # A later layer of the group may have been copied first: give its positions up.
+        # A later layer of the group may have been copied before: it now reads positions here.
         copied_before = memo.get(_copied_without(self))
         if copied_before is not None:
             copied_before.tie_(new)
@@ -195,5 +195,8 @@ class Tieable(nn.Module):
 
 
 def _copied_without(first: Tieable) -> tuple[str, int]:
-    """Return deepcopy's key for the copy that has positions, as its first layer is not copied."""
+    """Return the key, in deepcopy's memo, of the copy that got the positions of `first`.
+
+    It got them because `first` was not copied before.
+    """
     return ("copied without", id(first))

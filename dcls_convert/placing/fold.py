@@ -21,7 +21,7 @@ def fold_to_dense_(model: nn.Module) -> int:
 
     Args:
         model: Changed in place. May be wrapped (`torch.compile`, DataParallel, averaged copies).
-            A part of a network must hold all layers that share positions: those outside of it
+            A part of a network must hold all layers that share positions: layers outside of it
             would go on reading positions that are no longer in the network.
 
     Returns:

@@ -1,6 +1,6 @@
-"""New DCLS layers: made for a plan, and put into the model.
+"""Make the DCLS layers of a plan, and put them into the model.
 
-This is structure alone; values are found elsewhere.
+This module makes the structure; `starts/` finds the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ PLAN_ATTRIBUTE = "dcls_plan"  # on a converted model; copies and pickles keep it
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ConvGroup:
-    """Convolutions whose layers will share positions, or a single one."""
+    """Convolutions whose layers will share positions, or a single convolution."""
 
     layer_plans: tuple[LayerPlan, ...]
     convs: tuple[Conv, ...]
@@ -56,9 +56,9 @@ class ConvGroup:
         return kernels
 
     def layers_on_meta(self) -> list[DclsConvNd]:
-        """Return layers of one element, without values: they tell how the new ones pad their input.
+        """Return layers without values, which show how the new layers pad their input.
 
-        This does not depend on the number of elements.
+        They have one element, since padding does not depend on the number of elements.
         """
         layers = []
         for plan, conv in zip(self.layer_plans, self.convs, strict=True):
@@ -109,7 +109,7 @@ class LayerGroup(ConvGroup):
 
 
 def find_groups(model: nn.Module, plan: DraftPlan) -> list[ConvGroup]:
-    """Return the convolutions that the plan replaces, by the positions that their layers share.
+    """Return the convolutions that the plan replaces, grouped by layers that share positions.
 
     Raises:
         PlanError: The model does not have the plan's convolutions, or one of them cannot be
@@ -156,7 +156,8 @@ def find_planned_convs(model: nn.Module, plan: DraftPlan) -> dict[str, Conv]:
     """Return the convolutions that the plan replaces, by the names of its layers.
 
     Raises:
-        PlanError: The model does not have them as planned, or one cannot be replaced.
+        PlanError: The model does not have the convolutions as planned, or one of them cannot be
+            replaced.
     """
     convs: dict[str, Conv] = {}
     for layer in plan.layers:
@@ -171,8 +172,8 @@ def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
     """Return the convolution that a layer's plan replaces.
 
     Raises:
-        PlanError: It is not found under all its names, cannot be replaced without loss, or differs
-            from the plan.
+        PlanError: The convolution is not found under all its names, cannot be replaced without
+            loss, or differs from the plan.
     """
     try:
         conv, *aliases = [model.get_submodule(name) for name in layer.names]
@@ -249,7 +250,7 @@ def note_plan_(model: nn.Module, plan: ConversionPlan) -> None:
 
 
 def note_other_windows_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Note that a converted model has other windows; what else timm noted of it stays."""
+    """Note the plan with other windows on a converted model; timm's other notes stay."""
     noted = plan.to_dict()
     vars(model)[PLAN_ATTRIBUTE] = noted
     change_marked_plan_(model, noted)

@@ -37,7 +37,7 @@ class Claim:
     rule: Rule
     label: str  # name of the rule, for messages and the plan
     default_size: int | Sequence[int] | str | None  # of the rule file, if it states one
-    # By axis: what was measured with windows that were tried.
+    # By axis: the limits that measurements with trial windows have shown.
     growth_limits: Mapping[int, GrowthLimit] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ def choose_rules(
 ) -> RuleSet:
     """Return the rule set that an option states.
 
-    "auto" is the first of AUTO_RULES that claims a convolution, or conv3x3 if none does.
+    "auto" is the first rule set of AUTO_RULES that claims a convolution, or conv3x3 if none does.
     """
     if isinstance(stated, RuleSet):
         return stated

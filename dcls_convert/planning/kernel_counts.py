@@ -1,8 +1,8 @@
-"""Kernel counts: the largest that a parameter budget has room for.
+"""Find the largest kernel counts that a parameter budget has room for.
 
-In the paper, a count is the largest that uses no more parameters than the replaced weights
-(section 3). One more element per kernel costs a weight for each kernel line of each layer, and
-coordinates for each kernel line of each tie group. `layers/elements.py` defines kernel lines.
+In the paper, the kernel count is the largest count that uses no more parameters than the replaced
+weights (section 3). One more element per kernel costs a weight for each kernel line of each layer,
+and coordinates for each kernel line of each tie group. `layers/elements.py` defines kernel lines.
 """
 
 import math
@@ -34,7 +34,7 @@ def budget_limit(layers: Sequence[LayerPlan], share: Fraction) -> int:
 
 
 def check_counts(layers: Sequence[LayerPlan], share: Fraction) -> None:
-    """Refuse counts that cannot be.
+    """Refuse impossible counts.
 
     Raises:
         PlanError: A stated count is more than the cells of its window, or the budget has no room
@@ -118,7 +118,7 @@ def _no_room_message(layers: Sequence[LayerPlan], share: Fraction) -> str:
 
 
 def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
-    """Return the layers; those that are UNSOLVED get this count."""
+    """Return the layers, with this count in place of UNSOLVED."""
     counted = []
     for layer in layers:
         if layer.kernel_count == UNSOLVED:

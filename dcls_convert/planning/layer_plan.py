@@ -30,8 +30,8 @@ from ..text import one_line, shortened
 class LayerPlan(OldConv):
     """One convolution, and the DCLS layer that replaces it."""
 
-    # Empty in plans that were made before they stated them. They are not compared, so that such a
-    # plan equals one that is made now.
+    # Empty in plans of earlier versions, which did not state these fields. The fields are not
+    # compared, so that an earlier plan equals the same plan made now.
     stride: tuple[int, ...] = field(default=(), compare=False)
     padding: Padding = field(default=(), compare=False)
     padding_mode: str = field(default="", compare=False)
@@ -41,22 +41,23 @@ class LayerPlan(OldConv):
     dense_axes: tuple[int, ...]
     interpolation: str
     kernel_count: int  # UNSOLVED (0) in a draft, until it is decided
-    # True if a rule or an option states the count; False if it is chosen, or that of elements in
-    # the weights.
+    # True if a rule or an option states the count. False if the count is chosen, or is the number
+    # of elements in existing weights.
     count_is_stated: bool
-    tie_group: str | None  # None if its positions are its own
+    tie_group: str | None  # None if the layer shares its positions with no other layer
     rule: str  # label of the rule that claimed it
     # How the window grows along each axis ("both" where it does not); empty if all are "both".
     grow: tuple[Grow, ...] = ()
 
     # The fields below are not in the plan's JSON. A plan sets the first two of its layers.
 
-    # The layer whose positions it uses, the first of its tie group; None if it is this one.
+    # Name of the layer whose positions this layer uses, the first of the tie group. None if this
+    # layer has the positions.
     owner: Annotated[str | None, Field(exclude=True)] = None
-    # Whether a plain convolution with the constructed kernel is in its place.
+    # Whether the layer is replaced by a plain convolution with the constructed kernel.
     folded: Annotated[bool, Field(exclude=True)] = False
-    # What the start left, if there was one: the relative errors of the kernel and, on a
-    # calibration's images, of the outputs. Plans with and without them are equal.
+    # Relative errors that the start left, if there was a start: of the kernel and, on images of a
+    # calibration, of the outputs. Plans with and without errors are equal.
     fit_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
     output_error: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
 
@@ -67,7 +68,7 @@ class LayerPlan(OldConv):
 
     @property
     def group_name(self) -> str:
-        """The name of its tie group, or its own if it is not tied."""
+        """The name of the tie group, or of the layer itself if it is not tied."""
         return self.tie_group or self.name
 
     @property

@@ -1,4 +1,4 @@
-"""Match qualified names of modules with patterns, and find names that are like a pattern."""
+"""Match qualified names of modules with patterns, and find names that resemble a pattern."""
 
 import difflib
 import fnmatch
@@ -8,7 +8,7 @@ MAX_NEAREST = 3  # paths to suggest for one pattern
 
 
 def matches_path(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return True if one of the patterns matches a module that has these names.
+    """True if one of the patterns matches a module that has these names.
 
     A pattern with `*`, `?` or `[...]` must match a whole name, and `*` also matches dots. A name,
     which may have brackets of its own, matches the module of that name, and all modules inside it.
@@ -23,9 +23,9 @@ def matches_path(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def nearest_paths(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the paths, of these modules or those around them, that are most like the patterns.
+    """Return the paths, of the named modules or modules around them, most like the patterns.
 
-    If none is like a pattern, return the outermost paths.
+    If no path resembles a pattern, return the outermost paths.
     """
     paths: dict[str, None] = {}  # in the order of the names, each once
     for name in names:

@@ -1,4 +1,4 @@
-"""A conversion plan as data, and its draft: what replaces what, and what is tied."""
+"""A conversion plan as data, and its draft: the new layers, and which of them share positions."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ PLAN_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, repr=False)  # no slots: `super()` would not find the class
 class DraftPlan(Record):
-    """A plan but for the kernel counts: which layers there are, their windows, and what is tied."""
+    """A plan without kernel counts: the layers, their windows, and which share positions."""
 
     __pydantic_config__ = STRICT
 
@@ -41,23 +41,25 @@ class DraftPlan(Record):
     share: JsonFraction  # number of new parameters allowed, as a share of the replaced weights
     layers: Annotated[tuple[LayerPlan, ...], Field(min_length=1)]
     skipped: tuple[Skipped, ...]
-    params: int  # of the whole model, before
-    macs: int | None  # of the whole model, before
+    params: int  # of the whole model, before the conversion
+    macs: int | None  # of the whole model, before the conversion
     macs_note: str | None
     stages_from: str
     # Whether the layers are replaced by plain convolutions with their constructed kernels.
     folded: bool = False
-    # What forward takes, if it is anything else than one image of normal values.
+    # What forward takes, if this is not a single image of normally distributed values.
     example_inputs: InputSpec | None = None
     not_measured: str | None = None  # see `ModelConvs`
-    notes: tuple[str, ...] = ()  # what users should know of the new layers
-    # Windows that grow as rules say, although outputs then depend on what they must not.
+    notes: tuple[str, ...] = ()  # what users should know about the new layers
+    # Sentences on windows that grow because rules say so, and thereby let outputs see inputs that
+    # they must not see.
     overruled: tuple[str, ...] = ()
-    # To which side alone outputs look, as measured; None if to both, or if it was not measured.
+    # The only side to which outputs look, as measured. None if outputs look to both sides, or if
+    # this was not measured.
     outputs_look: Direction | None = None
 
     def __post_init__(self) -> None:
-        """Tell each layer who owns its positions, and whether it is folded."""
+        """Tell each layer which layer owns its positions, and whether it is folded."""
         first_of: dict[str, LayerPlan] = {}  # of each tie group
         layers = []
         for layer in self.layers:
@@ -74,8 +76,8 @@ class DraftPlan(Record):
         """Return the plan, with a kernel count for each layer that has none yet.
 
         Args:
-            chosen: Counts that follow errors, by the names of these layers. Without them, all get
-                one count, the largest that the budget has room for.
+            chosen: Counts that were chosen by errors, for the layers without counts, by name. If it
+                is None, these layers get one count: the largest that the budget has room for.
         """
         decided = {option.name: getattr(self, option.name) for option in fields(DraftPlan)}
         layers = []
@@ -162,7 +164,7 @@ class ConversionPlan(DraftPlan):
         """Return the plan without some of its layers, which then stay as they are in the model.
 
         The other layers keep their windows and counts. A layer that is left alone in its tie group
-        gets its own positions. The budget is that of the layers that remain.
+        gets its own positions. The budget is the budget for the layers that remain.
 
         Args:
             paths: Qualified name of a module, to leave out all its layers; a pattern for names of
@@ -201,7 +203,7 @@ class ConversionPlan(DraftPlan):
     def with_errors(
         self, kernel_errors: Mapping[str, float], output_errors: Mapping[str, float]
     ) -> "ConversionPlan":
-        """Return the plan; its layers have the errors, by their names, that the start left."""
+        """Return the plan with the errors that the start left in its layers, by layer name."""
         if not kernel_errors and not output_errors:
             return self
         layers = []
@@ -212,7 +214,7 @@ class ConversionPlan(DraftPlan):
         return replace(self, layers=tuple(layers))
 
     def with_layers(self, layers: Sequence[LayerPlan]) -> "ConversionPlan":
-        """Return the plan with these of its layers alone, and their budget.
+        """Return the plan with only the given layers, and the budget for them.
 
         A layer that is left alone in its tie group gets its own positions.
         """

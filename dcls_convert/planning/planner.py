@@ -1,4 +1,4 @@
-"""Draft a plan from sites and rules: which layer replaces which convolution, and what is tied."""
+"""Draft a plan from sites and rules: the new layers, and which of them share positions."""
 
 import contextlib
 import json
@@ -39,7 +39,8 @@ from .windows import (
     window_to_try,
 )
 
-SIZE_TO_TRY = "+4"  # to see whether windows may grow to both sides, where "auto" will choose a size
+# Tried to see whether windows may grow to both sides, if "auto" is to choose the size afterwards.
+SIZE_TO_TRY = "+4"
 
 
 def plan_conversion(
@@ -54,8 +55,8 @@ def plan_conversion(
 
     Args:
         convs: What `find_convs` found.
-        rules: A rule set, its name, file or mapping, or "auto": the first of AUTO_RULES that
-            claims a convolution.
+        rules: A rule set, its name, file or mapping, or "auto": the first rule set of AUTO_RULES
+            that claims a convolution.
         model, model_args: How to build the model again, for a folder.
         options: dilated_size, kernel_count, scope, tie, budget, interpolation and strict, as in
             `convert_`. The scope "error" needs the model's kernels, so only `convert_` and the
@@ -138,7 +139,7 @@ def draft_plan(
 def _with_known_counts(
     layers: Sequence[LayerPlan], known_counts: Mapping[str, int]
 ) -> list[LayerPlan]:
-    """Return the layers; those that are UNSOLVED get the count that is known."""
+    """Return the layers, with known counts in place of UNSOLVED."""
     counted = []
     for layer in layers:
         for name in layer.names:
@@ -193,7 +194,8 @@ def _plan_layers(
     """Draft the layers.
 
     Returns:
-        The drafts; the convolutions that stay, in the model's order; and what rules overrule.
+        The drafts; the convolutions that stay, in the model's order; and sentences on what rules
+        overrule.
 
     Raises:
         PlanError: A site cannot take its size, and either `strict` is set or no site can.
@@ -233,13 +235,13 @@ def _allowed_layers(
 ) -> tuple[list[LayerPlan], dict[str, PlanError]]:
     """Draft layers whose windows the network allows; also return why other sites have no layer.
 
-    A window that the network does not allow grows to one side, or is taken out. Then, "auto" may
-    find another size, so the network is measured again.
+    If the network does not allow a window, the window grows to one side, or its layer is dropped.
+    "auto" may then find another size, so the network is measured again.
     """
     stated = {claim.site.name for claim in claims if claim.states_growth}
     if convs.dependence is not None:
-        broken = _broken_if_all_grew_to_both_sides(claims, convs.dependence, options)
-        claims = _with_broken(claims, broken)
+        forbidden = _forbidden_axes_if_all_grow_to_both_sides(claims, convs.dependence, options)
+        claims = _with_growth_limits(claims, forbidden)
     while True:
         drafts: list[LayerPlan] = []
         errors: dict[str, PlanError] = {}
@@ -252,13 +254,13 @@ def _allowed_layers(
             except PlanError as error:
                 errors[claim.site.name] = error
         measured = [draft for draft in drafts if draft.name not in stated]
-        broken = _broken_by(convs.dependence, measured)
-        if not broken:
+        forbidden = _forbidden_axes(convs.dependence, measured)
+        if not forbidden:
             return drafts, errors
-        claims = _with_broken(claims, broken)
+        claims = _with_growth_limits(claims, forbidden)
 
 
-def _broken_by(
+def _forbidden_axes(
     dependence: AllowedWindows | None, drafts: Sequence[LayerPlan]
 ) -> dict[str, dict[int, str]]:
     """Return the axes along which windows of drafts must not grow as planned, and why."""
@@ -269,13 +271,13 @@ def _broken_by(
     return dependence.broken_by(windows, grow)
 
 
-def _broken_if_all_grew_to_both_sides(
+def _forbidden_axes_if_all_grow_to_both_sides(
     claims: Sequence[Claim], dependence: AllowedWindows, options: PlanOptions
 ) -> dict[str, dict[int, str]]:
     """Return the axes along which windows must not grow to both sides, and why.
 
-    Windows of convolutions whose padding is off centre are tried, too: in a causal network, these
-    may grow back.
+    Windows of convolutions whose padding is off centre are tried, too: in a causal network, such
+    windows may grow back.
     """
     windows = {}
     for claim in claims:
@@ -293,7 +295,9 @@ def _broken_if_all_grew_to_both_sides(
     return found
 
 
-def _with_broken(claims: Sequence[Claim], broken: Mapping[str, Mapping[int, str]]) -> list[Claim]:
+def _with_growth_limits(
+    claims: Sequence[Claim], forbidden: Mapping[str, Mapping[int, str]]
+) -> list[Claim]:
     """Return the claims, with limits for axes along which their windows broke a law.
 
     Along an axis, a window that must not grow to both sides grows back, then ahead (a causal
@@ -303,7 +307,7 @@ def _with_broken(claims: Sequence[Claim], broken: Mapping[str, Mapping[int, str]
     limited = []
     for claim in claims:
         limits = dict(claim.growth_limits)
-        for axis, reason in broken.get(claim.site.name, {}).items():
+        for axis, reason in forbidden.get(claim.site.name, {}).items():
             side: Direction | None = None
             if axis not in limits:
                 side = "back" if reason == ONE_SIDE else None
@@ -317,9 +321,9 @@ def _with_broken(claims: Sequence[Claim], broken: Mapping[str, Mapping[int, str]
 def _what_rules_overrule(
     dependence: AllowedWindows | None, drafts: Sequence[LayerPlan]
 ) -> tuple[str, ...]:
-    """Return sentences on windows that grow as rules say, though the network forbids it."""
+    """Return sentences on windows that grow because rules say so, though the network forbids it."""
     names_of: dict[str, list[str]] = {}
-    for name, reasons in _broken_by(dependence, drafts).items():
+    for name, reasons in _forbidden_axes(dependence, drafts).items():
         for reason in dict.fromkeys(reasons.values()):
             names_of.setdefault(reason, []).append(name)
     return tuple(f"{short_list(names)}: {reason}" for reason, names in names_of.items())

@@ -18,8 +18,8 @@ from .rules import MAX_SHOWN_CHARACTERS, UNNAMED_RULES, Defaults, Match, Range, 
 
 MAX_RULE_BYTES = 1_000_000
 STRING_TAG = "tag:yaml.org,2002:str"  # YAML's tag of strings
-# Of pydantic's errors, the one with the lowest rank is reported: a misspelt key before the key that
-# is then missing, and a message of our own before errors of other members of a union.
+# The error with the lowest rank is reported, of all that pydantic finds: a misspelt key before the
+# key that is then missing, and a message of our own before errors of other members of a union.
 _UNKNOWN_KEY_RANK = 0
 _RANK = {"extra_forbidden": _UNKNOWN_KEY_RANK, "invalid_key": _UNKNOWN_KEY_RANK, "value_error": 1}
 _OTHER_RANK = 2
@@ -102,7 +102,8 @@ class _StrictLoader(yaml.SafeLoader):
 def _tag_growths_as_strings_(size: yaml.Node) -> None:
     """Tag growths as strings, also in a list of sides: YAML would read +4 as the integer 4.
 
-    So are sides with a leading 0, which YAML would read as octal; as strings, they are refused.
+    Sides with a leading 0 are tagged, too: YAML would read them as octal numbers. As strings, they
+    are refused.
     """
     sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
     for side in sides:
@@ -159,7 +160,7 @@ def rules_schema() -> dict[str, Any]:
 
 def _problem_to_report(error: ValidationError) -> str:
     """Say on one line where the file is wrong, what was found and what is allowed."""
-    problem = min(error.errors(), key=lambda each: _RANK.get(each["type"], _OTHER_RANK))
+    problem = min(error.errors(), key=lambda found: _RANK.get(found["type"], _OTHER_RANK))
     location = problem["loc"]
     if _RANK.get(problem["type"]) == _UNKNOWN_KEY_RANK:
         place, _, model = _describe(location[:-1])
@@ -184,7 +185,7 @@ def _problem_to_report(error: ValidationError) -> str:
 
 
 def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:
-    """Return a location of pydantic's as text, what is allowed there, and the model there."""
+    """Return, for a location from pydantic: its text, the allowed values, and the model there."""
     place = ""
     allowed = ""
     model: type[BaseModel] | None = RuleSet

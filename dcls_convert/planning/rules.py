@@ -92,12 +92,12 @@ Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class SiteTest:
     """How a predicate tests a convolution; it stands in the predicate's type, in `Match`."""
 
     # Arguments: what the rule states, and the site's value.
     holds: Callable[[Any, Any], bool]
-    attribute: str | None = None  # of ConvSite; by default, that of the predicate's name
+    attribute: str | None = None  # of ConvSite; None if it has the predicate's name
 
 
 def _equals_or_is_in_range(stated: int | Range, number: int) -> bool:
@@ -107,7 +107,7 @@ def _equals_or_is_in_range(stated: int | Range, number: int) -> bool:
 
 
 def _sides_are(stated: int | list[int] | Range, sides: tuple[int, ...]) -> bool:
-    """A range is for the largest side, an integer for all sides."""
+    """Compare a range with the largest side, an integer with all sides, a list with each side."""
     if isinstance(stated, Range):
         return stated.includes(max(sides))
     if isinstance(stated, int):
@@ -141,37 +141,37 @@ class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
     # Each predicate states in its type how it tests a convolution.
-    path: Annotated[Globs | None, How(_is_in_a_path, "names")] = Field(
+    path: Annotated[Globs | None, SiteTest(_is_in_a_path, "names")] = Field(
         None,
         description=f"{_GLOB}, for the module's qualified name; "
         "without * and ?, also everything inside the module of that name",
     )
-    stage: Annotated[Globs | None, How(_matches_a_glob)] = Field(
+    stage: Annotated[Globs | None, SiteTest(_matches_a_glob)] = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
     )
-    type: Annotated[Globs | None, How(_matches_a_glob)] = Field(
+    type: Annotated[Globs | None, SiteTest(_matches_a_glob)] = Field(
         None, description=f"{_GLOB}, for the class name"
     )
-    stem: Annotated[bool | None, How(operator.eq)] = Field(
+    stem: Annotated[bool | None, SiteTest(operator.eq)] = Field(
         None, description="true or false: whether it belongs to the stem, or takes the image itself"
     )
-    kind: Annotated[Kind | Annotated[list[Kind], Field(min_length=1)] | None, How(_is_one_of)] = (
-        Field(None, description="depthwise, grouped, dense, or a list of them")
-    )
-    dims: Annotated[Annotated[int, Field(ge=1, le=3)] | None, How(operator.eq)] = Field(
+    kind: Annotated[
+        Kind | Annotated[list[Kind], Field(min_length=1)] | None, SiteTest(_is_one_of)
+    ] = Field(None, description="depthwise, grouped, dense, or a list of them")
+    dims: Annotated[Annotated[int, Field(ge=1, le=3)] | None, SiteTest(operator.eq)] = Field(
         None, description="1, 2 or 3 spatial dimensions"
     )
-    kernel_size: Annotated[Size | Range | None, How(_sides_are)] = Field(
+    kernel_size: Annotated[Size | Range | None, SiteTest(_sides_are)] = Field(
         None,
         description=f"{_SIDE} for all sides, a list with one for each, "
         "or {min: N, max: N} for the largest side",
     )
-    stride: Annotated[Size | None, How(_sides_are)] = Field(None, description=_AXES)
-    dilation: Annotated[Size | None, How(_sides_are)] = Field(None, description=_AXES)
-    in_channels: Annotated[Positive | Range | None, How(_equals_or_is_in_range)] = Field(
+    stride: Annotated[Size | None, SiteTest(_sides_are)] = Field(None, description=_AXES)
+    dilation: Annotated[Size | None, SiteTest(_sides_are)] = Field(None, description=_AXES)
+    in_channels: Annotated[Positive | Range | None, SiteTest(_equals_or_is_in_range)] = Field(
         None, description=_NUMBER
     )
-    out_channels: Annotated[Positive | Range | None, How(_equals_or_is_in_range)] = Field(
+    out_channels: Annotated[Positive | Range | None, SiteTest(_equals_or_is_in_range)] = Field(
         None, description=_NUMBER
     )
 
@@ -186,9 +186,9 @@ class Match(_Strict):
             stated = getattr(self, predicate)
             if stated is None:
                 continue
-            (how,) = [part for part in field.metadata if isinstance(part, How)]
-            value = getattr(site, how.attribute or predicate)  # None for a site outside all stages
-            if value is None or not how.holds(stated, value):
+            (test,) = [part for part in field.metadata if isinstance(part, SiteTest)]
+            value = getattr(site, test.attribute or predicate)  # None for a site outside all stages
+            if value is None or not test.holds(stated, value):
                 return f"{predicate} is {_in_words(value)}, not {_in_words(stated)}"
         return None
 

@@ -14,9 +14,9 @@ from .layer_plan import LayerPlan, position_groups
 def with_tie_groups(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
     """Return the layers with the names of their tie groups.
 
-    A group has at least two layers, of the same stage, shape, window and interpolation. Their old
-    kernels have the same size and dilation, so that one grid of initial positions fits them all.
-    Either all are trained or none: trained positions would change frozen kernels.
+    A group has at least two layers, of the same stage, shape, window and interpolation. The old
+    kernels have the same size and dilation, so that one grid of initial positions fits all layers.
+    Trained and frozen layers are never in one group: trained positions would change frozen kernels.
     """
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for layer in layers:

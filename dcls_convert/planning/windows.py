@@ -28,12 +28,12 @@ from .claims import Claim
 from .layer_plan import LayerPlan, check_layer
 from .rules import Rule
 
-ALL_THE_SAME = "A rule with 'grow' or 'padding: any' converts it all the same"
+ANYWAY = "A rule with 'grow' or 'padding: any' converts it anyway"
 IF_CAUSAL = "if the network is causal, 'grow: back' in a rule lets it grow to one side"
 
 
 class NoWindowError(PlanError):
-    """A convolution whose kernel must not grow, whatever the size of the window."""
+    """The kernel of a convolution must not grow, whatever the size of the window."""
 
 
 def recommended_size(claims: Sequence[Claim], macs: int | None) -> str | None:
@@ -51,10 +51,10 @@ def recommended_size(claims: Sequence[Claim], macs: int | None) -> str | None:
     if all(claim.size(None) for claim in claims):
         return None
     max_added_macs = (macs or 0) * MAX_ADDED_COST_PERCENT / 100
-    at_min_growth = _grow(claims, MIN_GROWTH)
+    at_min_growth = _try_growth(claims, MIN_GROWTH)
     recommended = MIN_GROWTH
     for growth in range(MIN_GROWTH, MAX_WINDOW, 2):
-        grown = _grow(claims, growth)
+        grown = _try_growth(claims, growth)
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
         fits = grown.layers >= at_min_growth.layers and grown.longest_side <= MAX_WINDOW
         if fits and not grown.mostly_beyond_maps and grown.added_macs <= max_added_macs:
@@ -64,17 +64,17 @@ def recommended_size(claims: Sequence[Claim], macs: int | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Grown:
-    """What a growth of all windows does."""
+    """The windows and the added cost after a growth of all windows."""
 
     layers: int  # number of layers that can take their size
-    # Of the windows whose size no rule states: whether most have cells that meet only padding, and
-    # the longest learnt side.
+    # These two are about windows whose size no rule states: whether most of them have cells that
+    # meet only padding, and their longest learnt side.
     mostly_beyond_maps: bool
     longest_side: int
-    added_macs: float  # by all windows; infinity if those of a site are not known
+    added_macs: float  # by all windows; infinity if the MACs of a site are not known
 
 
-def _grow(claims: Sequence[Claim], growth: int) -> _Grown:
+def _try_growth(claims: Sequence[Claim], growth: int) -> _Grown:
     """Try a growth for the sites whose rules state no size."""
     layers = 0
     grown = 0
@@ -116,8 +116,8 @@ def choose_window(
     Args:
         claim: The old convolution, and its rule, which may state the size, name dense axes, and say
             how windows grow.
-        size: For a rule that states none: cells of every side, cells of each side, or a growth such
-            as "+4". None if the rule or its file states one.
+        size: The size if the rule states none: cells of every side, cells of each side, or a growth
+            such as "+4". None if the rule or its file states a size.
 
     Returns:
         The window, the dense axes, and how the window grows along each axis (see `LayerPlan.grow`).
@@ -138,7 +138,7 @@ def choose_window(
 
 
 def with_other_window(layer: LayerPlan, size: int | Sequence[int] | str) -> LayerPlan:
-    """Return a planned layer with another window, which grows to the sides of the present one.
+    """Return a planned layer with another window, which grows to the same sides as the present one.
 
     Args:
         layer: The plan of a layer that has elements already.
@@ -172,7 +172,8 @@ def with_other_window(layer: LayerPlan, size: int | Sequence[int] | str) -> Laye
 def window_to_try(claim: Claim, size: int | Sequence[int] | str) -> tuple[int, ...]:
     """Return the least window of at least this size that can grow to both sides.
 
-    The network shows with this window whether it may. Raises PlanError as `choose_window` does.
+    A measurement of the network with this window shows whether the window may grow to both sides.
+    Raises PlanError as `choose_window` does.
     """
     site = claim.site
     window, dense_axes = _window(site, claim.size(size), claim.rule)
@@ -214,10 +215,10 @@ def _growing_axes(site: ConvSite, window: Sequence[int]) -> list[int]:
 
 
 def _side_to_grow(claim: Claim, axis: int, window: Sequence[int]) -> Grow:
-    """Return how a window grows along an axis: as the rule says, or else as was measured.
+    """Return how a window grows along an axis: as the rule says, or else as measured.
 
     Raises:
-        NoWindowError: It must not grow.
+        NoWindowError: The window must not grow.
     """
     site = claim.site
     if axis not in _growing_axes(site, window):
@@ -230,17 +231,17 @@ def _side_to_grow(claim: Claim, axis: int, window: Sequence[int]) -> Grow:
     limit = claim.growth_limits.get(axis)
     if limit is None:
         reason = _why_off_centre(site, axis)
-        # Other code pads the map, since it looks to one side along another axis. Whether it pads it
-        # along this axis, too, is not known; outputs look to both sides along it all the same.
+        # If outputs look to one side along another axis, other code pads the map. Whether that code
+        # also pads along this axis is not known, but outputs look to both sides along this axis.
         is_padded_elsewhere = any(other.side for other in claim.growth_limits.values())
         # `choose_window` has a better reason where attributes are read.
         is_read = site.reads_attributes is not None
         if reason is not None and not is_padded_elsewhere and not is_read:
-            raise NoWindowError(f"{where}{reason}. {ALL_THE_SAME}; {IF_CAUSAL}")
+            raise NoWindowError(f"{where}{reason}. {ANYWAY}; {IF_CAUSAL}")
         return "both"
     if limit.side is None:
-        too = "; one that grows to one side would, too" if limit.reason == ONE_SIDE else ""
-        raise NoWindowError(f"{where}{limit.reason}{too}. {ALL_THE_SAME}")
+        too = "; a window that grows to one side would, too" if limit.reason == ONE_SIDE else ""
+        raise NoWindowError(f"{where}{limit.reason}{too}. {ANYWAY}")
     return limit.side
 
 
@@ -260,8 +261,8 @@ def _stated_side(site: ConvSite, axis: int, rule: Rule) -> Grow:
 def _why_off_centre(site: ConvSite, axis: int) -> str | None:
     """Return a reason if padding does not centre the kernel along an axis; None if it does.
 
-    Such padding, also by other code, shows which inputs the kernel must not read: later times, or
-    those of a neighbouring patch.
+    Padding that is off centre, here or in other code, keeps out inputs that the kernel must not
+    read: later times, or a neighbouring patch.
     """
     if site.padding in ("same", DYNAMIC_SAME):
         return None
@@ -295,8 +296,9 @@ def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, 
 def _check_padding(site: OldConv, window: Sequence[int], grow: Sequence[Grow]) -> None:
     """Raise PlanError for padding that a window cannot have.
 
-    This is reflect or circular padding wider than torch allows for the input, or dynamic SAME
-    padding of a kernel smaller than its stride, or of a window that grows to one side.
+    A window cannot have reflect or circular padding that is wider than torch allows for the input.
+    Nor can it have dynamic SAME padding if the kernel is smaller than its stride, or if the window
+    grows to one side.
     """
     for width, least, side in _wide_paddings(site, window, grow):
         if side < least:
@@ -310,7 +312,8 @@ def _wide_paddings(
 ) -> list[tuple[int, int, int]]:
     """Return the width of reflect or circular padding, the least map side, and the map's side.
 
-    One for each axis; none for padding by other modes, or if the map's size is not known.
+    There is one tuple for each axis. The list is empty for other padding modes, and if the map's
+    size is not known.
     """
     padding = grown_padding(
         site.padding, site.kernel_size, site.dilation, window, site.stride, grow
@@ -329,7 +332,7 @@ def _wide_paddings(
 
 
 def notes_on_windows(layers: Sequence[LayerPlan]) -> list[str]:
-    """Return what users should know of windows, one sentence for all layers that are alike."""
+    """Return what users should know about windows; layers with the same note share a sentence."""
     names_of: dict[str, list[str]] = {}
     for layer in layers:
         window = layer.dilated_size
@@ -344,15 +347,15 @@ def notes_on_windows(layers: Sequence[LayerPlan]) -> list[str]:
             names_of.setdefault(text, []).append(layer.name)
         if layer.grow:
             text = (
-                "if other code keeps past steps for them, as for streaming, it must now keep as "
-                "many as the window has, less one"
+                "if other code keeps past steps for these layers, as for streaming, it must now "
+                "keep as many as the window has, less one"
             )
             names_of.setdefault(text, []).append(layer.name)
     return [f"{short_list(names)}: {text}." for text, names in names_of.items()]
 
 
 def notes_on_classes(sites: Sequence[ConvSite]) -> list[str]:
-    """Return what converted convolutions lose, one sentence for all that are alike."""
+    """Return what converted convolutions lose; convolutions with the same loss share a sentence."""
     names_of: dict[str, list[str]] = {}
     for site in sites:
         if site.lost_members:

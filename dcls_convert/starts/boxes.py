@@ -34,7 +34,8 @@ class _BoxAxis(NamedTuple):
     length: int  # in cells
     old_cells: slice  # the box cells that the old kernel has
     origin: int  # position of the box's first cell, from the window's centre
-    # Box positions between which elements are fitted: there, the box has all their cells.
+    # Elements are fitted between these box positions, where the box has all cells that they spread
+    # to.
     lowest: int
     highest: int
 
@@ -44,8 +45,8 @@ def _box_axis(
 ) -> _BoxAxis:
     """Return an axis of a box with `wanted_margin` cells on either side, or as many as there are.
 
-    An element inside a whole margin would spread beyond the box, so elements are fitted outside of
-    it. A smaller margin ends at the window's border, where elements are cut off in any case.
+    Elements are not placed in a whole margin: they would spread beyond the box. They may be placed
+    in a smaller margin: it ends at the window's border, which cuts elements off in any case.
     """
     old_extent = extent(kernel_size, dilation)
     before, after = [min(wanted_margin, room) for room in new_cells(size, old_extent, grow)]
@@ -116,8 +117,8 @@ class Box:
         Args:
             kernels: (O, I, *kernel size) of each layer.
             kernel_count: Elements in each kernel.
-            effective: The kernels as they are convolved, if they differ from `kernels`. Cells are
-                chosen by the energy of these.
+            effective: The kernels that are convolved with, if they differ from `kernels`. Cells are
+                chosen by the energy of `effective`.
 
         Returns:
             Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).

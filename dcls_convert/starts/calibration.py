@@ -1,9 +1,9 @@
 """Calibration: find values for new layers so that a network keeps its outputs for given images.
 
-One pass of the old network over the images shows what its convolutions see (`moments.py`). From
-this follows what each error of a kernel costs. With these costs, the program first fits the
-positions, then the weights of each layer. Layers do not depend on one another: each keeps what its
-convolution gives for the inputs that it has in the old network.
+One pass of the old network over the images shows what its convolutions see (`moments.py`). These
+statistics give the cost of each kernel error. With the costs, the program first fits the positions,
+then the weights of each layer. Layers do not depend on one another: each is fitted to the outputs
+that its old convolution gives for its inputs in the old network.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from .images import Calibration
 from .moments import InputMoments, JointMoments, LineMoments
 from .solve import solve_weights
 
-# Memory for moments in one pass over the images, in numbers of float64: half a GiB. If layers whose
-# channels sum several lines need more together, they are measured in several passes. A single layer
-# may take more.
+# Memory for moments in one pass over the images, in numbers of float64: half a GiB. Layers whose
+# channels sum several lines are measured in several passes if together they need more. A single
+# layer may exceed the limit.
 MAX_FLOATS = 1 << 26
 
 Moments = TypeVar("Moments", JointMoments, LineMoments)
@@ -47,8 +47,8 @@ class CalibrationStatistics:
 
         An error e of a line costs |e @ root|^2; this is what `fit_elements` minimises. The layers
         of a group share positions, so their cost matrices are averaged, each scaled to a mean
-        diagonal of 1. The roots are those of the averages. Roots for each layer alone would take
-        as long as a fit for each layer, and kept outputs no closer.
+        diagonal of 1; the result has the roots of the averages. Separate roots for each layer would
+        cost as much time as a separate fit for each layer, and brought outputs no closer.
 
         Returns:
             None if no layer was called.
@@ -144,7 +144,7 @@ def fit_to_outputs_(
     statistics: CalibrationStatistics,
     notify: Notify,
 ) -> dict[str, float]:
-    """Solve for the weights of new layers, so that each gives what its convolution gave.
+    """Solve for the weights of new layers that bring outputs closest to the old convolutions'.
 
     The layers must already have positions and fitted weights. The network is not changed.
 

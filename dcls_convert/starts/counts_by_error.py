@@ -35,9 +35,9 @@ def choose_counts_by_error(
 
     Args:
         draft: The layers, their windows, and the share that the budget allows.
-        groups: Its convolutions, from `find_groups`.
-        statistics: Of images, to sum errors of outputs. None: errors of kernels.
-        notify: Called with what is being done.
+        groups: The draft's convolutions, from `find_groups`.
+        statistics: Statistics of images, to sum errors of outputs. None: sum errors of kernels.
+        notify: Called with messages on progress.
 
     Returns:
         The counts of the layers for which no rule states one, by the names of the layers.
@@ -47,7 +47,7 @@ def choose_counts_by_error(
     """
     _refuse_meta_model(groups)
     limit = budget_limit(draft.layers, draft.share)
-    free_groups: list[ConvGroup] = []  # those whose counts no rule states
+    free_groups: list[ConvGroup] = []  # groups whose counts no rule states
     for group in groups:
         if group.layer_plans[0].count_is_stated:
             limit -= _cost(group) * group.layer_plans[0].kernel_count
@@ -93,8 +93,8 @@ def _relative_errors(
 ) -> list[float]:
     """Return the sum of the layers' relative errors with 0, 1, ... elements.
 
-    They are measured on some of the channels, up to as many elements as the old kernel has cells,
-    or `at_least` so many.
+    Errors are measured on a sample of the channels: up to as many elements as the old kernel has
+    cells, or up to `at_least` if that is more.
     """
     plan = group.layer_plans[0]
     box = Box.of(plan)
@@ -161,7 +161,7 @@ def solve_knapsack(
         limit: Maximum number of parameters of all groups together. There is room for one element
             of each group.
     """
-    left = limit - sum(costs)  # of one element of each group
+    left = limit - sum(costs)  # after one element of each group
     unit = max(math.gcd(*costs), ceil_div(left, MAX_UNITS))
     # min_sum[u] is the least sum of errors of the groups so far, if they spend at most u units.
     min_sum = torch.zeros(left // unit + 1, dtype=torch.float64)

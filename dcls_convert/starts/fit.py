@@ -24,8 +24,8 @@ def fit_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """Fit elements so that constructed kernels have the least squared distance to the old ones.
 
-    The distances are summed over the layers of the group. No kernel line is farther from its old
-    ones than with the largest cells (`Box.largest_cells`). Positions stay within the box.
+    The distances are summed over the layers of the group. For each kernel line, the result is at
+    least as close as the largest cells (`Box.largest_cells`). Positions stay within the box.
 
     Args:
         kernels: (O, I, *kernel size) of each layer.

@@ -58,7 +58,7 @@ class Calibration:
     files_held_out: int = 0
 
     def __len__(self) -> int:
-        """The number of images in `batches`, without those held out."""
+        """The number of images in `batches`; held-out images do not count."""
         return sum(map(len, self.batches))
 
 
@@ -148,7 +148,7 @@ def read_calibration_images(
 
 
 def _refuse_repeated(calibration: Calibration) -> None:
-    """Refuse held-out images that layers are fitted to: they would not tell about other images."""
+    """Refuse held-out images that layers are fitted to: they would show nothing of other images."""
     repeated = _digests(calibration.batches) & _digests(calibration.held_out)
     if repeated:
         raise DclsConvertError(
@@ -167,9 +167,9 @@ def _digests(batches: Iterable[Tensor]) -> set[bytes]:
 
 
 def _refuse_without_content(calibration: Calibration) -> None:
-    """Refuse images that are not finite, and constant ones.
+    """Refuse images with values that are not finite, and constant images.
 
-    Kernels that are fitted to constant images lose everything else.
+    A kernel that is fitted to constant images keeps nothing but the sum of its weights.
     """
     for batch in (*calibration.batches, *calibration.held_out):
         if not bool(batch.isfinite().all()):
@@ -193,7 +193,7 @@ def _refuse_without_content(calibration: Calibration) -> None:
 
 
 def _size_of_files(size: Sequence[int] | None) -> Sequence[int]:
-    """Return the size of the model's images; refuse one that image files cannot have."""
+    """Return the size of the model's images; refuse a size that image files cannot have."""
     if size is None:
         raise DclsConvertError(
             "images: the size of the model's images is not known; state input_size"
@@ -213,9 +213,9 @@ def _evaluation_transform(
 ) -> Callable[[Image.Image], Tensor]:
     """Return timm's evaluation transform: resize, crop the centre, normalise.
 
-    For a model that is not timm's, images are resized to fit by their shorter side, and only the
-    longer side is cropped, so images of the model's size stay as they are. If the model is not
-    torchvision's, either, its normalisation must be given.
+    For a model that is not timm's, the shorter side of an image is resized to the model's size, and
+    only the longer side is cropped: images of the model's size stay as they are. If the model is
+    neither timm's nor torchvision's, the normalisation must be given.
     """
     from timm.data import (
         IMAGENET_DEFAULT_MEAN,
@@ -250,10 +250,10 @@ def _evaluation_transform(
 
 
 def _values_of(name: str, given: float | Sequence[float], channels: int) -> list[float]:
-    """Return a mean or std as a value for each channel, or one for all; refuse what is neither.
+    """Return a mean or std as a list: one value for all channels, or one for each.
 
-    Values above 1 are refused: they are meant for images with values from 0 to 255, and would turn
-    these images into nearly constant ones.
+    Other numbers of values are refused. So are values above 1: these are meant for images with
+    values from 0 to 255, and would turn images from 0 to 1 into nearly constant ones.
     """
     try:
         values: list[float] = torch.as_tensor(given, dtype=torch.float64).flatten().tolist()
@@ -377,7 +377,7 @@ def _given_images(images: Any, size: Sequence[int] | None) -> Iterator[Tensor]:
 
 
 def _in_batches(images: Iterable[Tensor]) -> list[Tensor]:
-    """Stack neighbours of the same size."""
+    """Stack consecutive images of the same size into batches."""
     batches: list[Tensor] = []
     for _, neighbours in itertools.groupby(images, key=lambda image: image.shape):
         batches += torch.split(torch.stack([*neighbours]), BATCH)

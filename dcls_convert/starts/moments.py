@@ -1,6 +1,6 @@
-"""What a convolution sees in images, and what an error of its kernel costs there.
+"""Statistics of the patches that a convolution sees in images, and the costs of kernel errors.
 
-At each place of its output, a convolution sees a patch x of its input: what its kernel covers,
+At each place of its output, a convolution sees a patch x of its input: the cells under its kernel,
 cropped to the box in which the kernel is fitted. For example, with a kernel of three cells:
 
     padded input    0   3   1   4   1   0
@@ -10,10 +10,10 @@ cropped to the box in which the kernel is fitted. For example, with a kernel of 
 
 An error e of the kernel changes the output by e'x, in the mean square by e'E[xx']e.
 
-What a change of the output does to the network's own outputs is alike at neighbouring places. So
-changes of one sign add up there, and changes of alternating signs cancel each other. That is why,
-for separate lines, the mean change over neighbouring places costs as well: e'E[ss']e, where s is
-the mean of the patches there.
+At neighbouring places, changes of the output have similar effects on the network's own outputs:
+changes of one sign add up, and changes of alternating signs cancel each other. For separate lines,
+the mean change over neighbouring places therefore costs as well: e'E[ss']e, where s is the mean of
+the patches at these places.
 
 A line group is a set of kernel lines whose inputs share one covariance matrix. If the lines are
 joint, a line group has all lines that one output channel sums: one for each input channel of the
@@ -42,7 +42,7 @@ PATCH_FLOATS_AT_ONCE = 1 << 20
 KERNEL_PRIOR = 1e-2  # a
 NEIGHBOURS = 2.0  # b
 SHARED_CORRELATION = 0.2  # c
-# Lower bound on the mean square of a line's input, as a share of that of all lines.
+# Lower bound on the mean square of a line's input, as a share of the mean over all lines.
 MIN_SQUARE_SHARE = 1e-3
 MIN_SQUARE = 1e-12  # if there is no input at all
 
@@ -50,9 +50,9 @@ MIN_SQUARE = 1e-12  # if there is no input at all
 class PatchSums:
     """Sums of patches, and of their products, for each line group.
 
-    Products are summed within a batch in the dtype of the images, in float32 at least, and over
-    batches in float64, from the mean of the first batch: otherwise, small variances would vanish
-    beside large means.
+    Patches are taken relative to the mean of the first batch: otherwise, small variances would
+    vanish beside large means. Products are summed within a batch in the dtype of the images, in
+    float32 at least, and over batches in float64.
     """
 
     def __init__(self, patch_length: int) -> None:
@@ -63,7 +63,7 @@ class PatchSums:
         self._products = torch.empty(0)  # (G, R * S, R * S): of patches, from the origin
 
     def add(self, patches: Tensor, sample_axes: int) -> None:
-        """Add patches (G, *patch, *samples); `sample_axes` is the number of the last axes."""
+        """Add patches (G, *patch, *samples); `sample_axes` is the number of axes of samples."""
         samples = patches[0].numel() // self.patch_length
         if not samples:  # the batch is empty
             return
@@ -173,7 +173,7 @@ class InputMoments:
             M = E[xx'] + a diag(u)
 
         u: mean square of each line's input, over its cells. Where images do not show what matters
-            in a kernel, this term keeps it close to the old one.
+            in a kernel, the term a diag(u) keeps the kernel close to the old one.
         """
         costs = self._patches.products()
         costs.diagonal(dim1=1, dim2=2).add_(KERNEL_PRIOR * self._mean_squares(costs))
@@ -275,7 +275,7 @@ class LineMoments(InputMoments):
         s: their means over neighbouring places.
         u: the mean of V's diagonal over the line's cells, as in `InputMoments.costs`.
 
-        Correlations that all channels share carry over to other images: therefore C.
+        C is there because correlations that all channels share carry over to other images.
         """
         costs = self._patches.products() + NEIGHBOURS * self._averaged.products()
         u = self._mean_squares(costs)  # (G, S)

@@ -1,6 +1,6 @@
 """Find positions of elements whose kernels are close to given kernel lines.
 
-An element spreads over the cells of the box in which kernels are fitted: this is its footprint. For
+The footprint of an element is its share in each cell of the box in which kernels are fitted. For
 example, two bilinear elements for an old kernel of three cells, in a window of seven:
 
     position, from the window's centre       -3    -2    -1     0     1     2     3
@@ -14,9 +14,9 @@ example, two bilinear elements for an old kernel of three cells, in a window of 
 The footprint of the element at 1.25 is (0, 0.75, 0.25). The box of other interpolations has more
 cells on either side (see `Box`).
 
-An error of a kernel costs the sum of its squares or, with roots, those of error @ root. So an
-element's atom is its footprint, or footprint @ root. For given positions, the best weights are
-those of linear least squares on the atoms. `search.py` finds positions.
+A kernel error costs the sum of its squares or, with roots, the sum of squares of error @ root. So
+an element's atom is its footprint, or footprint @ root. For given positions, linear least squares
+on the atoms gives the best weights. `search.py` finds positions.
 
 Axes: N kernel lines (see `layers/elements.py`), L layers, E elements, A axes, S cells of the box.
 """
@@ -32,14 +32,16 @@ from ..depthwise.devices import in_double
 from .boxes import Box
 from .search import FootprintTables, Search
 
-POINTS_PER_CELL = (4, 2, 1)  # of the grid: the first with which it has at most this many points
+# Points of the grid in each cell, along each axis: the first number with which the grid has at most
+# MAX_POINTS.
+POINTS_PER_CELL = (4, 2, 1)
 MAX_POINTS = 1200
 MAX_POINTS_BY_COUNT = 300  # for errors at every count, which take more moves
 # All elements are moved again when their number has grown by this factor. Moving them more often
 # takes longer, and brings kernels hardly closer.
 MOVE_AT_GROWTH = 1.5
 MOVE_AT_GROWTH_BY_COUNT = 1.1  # for errors at every count
-FLOATS_AT_ONCE = 1_000_000  # of a search; larger ones leave the CPU's cache
+FLOATS_AT_ONCE = 1_000_000  # in a search; a larger search does not fit into the CPU's cache
 
 
 class LineRoots(NamedTuple):
@@ -81,7 +83,7 @@ def fit_lines(
 def errors_by_count(targets: Tensor, max_count: int, box: Box, roots: LineRoots | None) -> Tensor:
     """Return the squared error of each layer with 0 to `max_count` elements: (L, 1 + max_count).
 
-    It is in float64. Elements stay on a grid. Arguments are those of `fit_lines`.
+    The result is in float64. Elements stay on a grid. Arguments are as in `fit_lines`.
     """
     errors_of_parts = []
     for search in _searches(targets, max_count, box, roots, MAX_POINTS_BY_COUNT):
@@ -93,10 +95,10 @@ def errors_by_count(targets: Tensor, max_count: int, box: Box, roots: LineRoots 
 def _searches(
     targets: Tensor, count: int, box: Box, roots: LineRoots | None, max_points: int
 ) -> Iterator[Search]:
-    """Yield searches for some of the lines each, to bound memory."""
+    """Yield searches, each for a part of the lines, to bound memory."""
     layers, cells = targets.shape[1:]
     tables = FootprintTables.of(box, _points_per_cell(box, max_points), in_double(targets[:0]))
-    # Of a line: products with the grid, and what refining multiplies (see `Search`).
+    # Numbers for a line: products with the grid, and the matrices of `Search.refine_`.
     floats = (layers + 1) * len(tables.grid) + (1 + len(box.axes)) * count * (cells + count)
     if roots is not None:
         floats += cells**2

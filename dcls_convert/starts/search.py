@@ -8,20 +8,21 @@
     r = t - A'w      `residuals`    (N, L, S)   what the elements leave of the targets
     a                               (S,)        the atom of one more element
     q = a - A'HA a   `unit`         (N, 1, S)   what the elements leave of this atom
-    q'a + ridge      `energies`     (N, J)      the energy of what is left of it
-    a'r = q't        `products`     (L, N, J)   its product with what is left of the targets
+    q'a + ridge      `energies`     (N, J)      the energy of this rest of the atom
+    a'r = q't        `products`     (L, N, J)   the atom's product with the residuals
 
-If the element of a is added, the squared error (with the ridge's share) falls by
+If the element with atom a is added, the squared error (with the ridge's share) falls by
 products^2 / energies: the part of t along u = q / sqrt(energy) is gone. When the element is
-removed, this part comes back. Both only need products with u: these update `energies` and
+removed, this part comes back. In both cases, products with u are enough to update `energies` and
 `products` for all atoms of a grid.
 
 Elements are added one after the other, each at the best point of the grid: orthogonal least
-squares, doi:10.1080/00207178908953472. Now and then, each is removed and added again: coordinate
-exchange, doi:10.1080/00401706.1995.10485889. At last, all leave the grid together: see `refine_`.
+squares, doi:10.1080/00207178908953472. From time to time, each element is removed and added again:
+coordinate exchange, doi:10.1080/00401706.1995.10485889. In the end, all elements are moved off the
+grid together: see `refine_`.
 
-Everything is in float64: in float32, rounding would add up from move to move, and small costs would
-be lost beside large ones.
+Everything is in float64: in float32, rounding errors would add up from move to move, and small
+costs would be lost beside large ones.
 
 Axes: N kernel lines, L layers, E elements, A axes, S cells of the box, J points of the grid, R any
 number of vectors.
@@ -44,8 +45,9 @@ SLOPE_STEPS = 4  # Slopes are differences over this many steps to both sides.
 ATOM_RIDGE = 1e-4
 MIN_ENERGY = 1e-12  # added if there are roots, since all of them may be zero
 MIN_CURVATURE = 1e-12  # added where an element has no effect
-# The damping of `refine_`: before the first step, which counts as a success, and how it changes
-# after a step that succeeds, or fails. With a third or three times these, kernels come as close.
+# The damping of `refine_`: its first value, and its factors after a step that succeeds or fails.
+# (The first evaluation counts as a success.) With a third of these values, or three times as much,
+# kernels come as close.
 DAMPING = 0.1
 LESS_DAMPING = 1 / 3
 MORE_DAMPING = 10.0
@@ -67,7 +69,7 @@ class FootprintTables:
 
     @classmethod
     def of(cls, box: Box, points_per_cell: int, example: Tensor) -> Self:
-        """Return the tables of a box, with a grid of that many points a cell along each axis.
+        """Return the tables of a box, whose grid has `points_per_cell` points along each axis.
 
         `example` is a tensor with the dtype and device of the tables.
         """
@@ -125,7 +127,7 @@ class Search:
         Args:
             targets: Kernel lines (N, L, S).
             count: Elements of each line, when all are added.
-            tables: Of the box.
+            tables: Footprints in the box.
             roots: Roots of the lines (N, S, S), if there are any.
         """
         lines, _, cells = targets.shape
@@ -138,12 +140,12 @@ class Search:
             ridge = ATOM_RIDGE * roots.square().sum(-1).mean(-1, keepdim=True) + MIN_ENERGY
             grid_energies = (tables.grid_footprints @ roots).square_().sum(2)
         self.ridge = ridge  # (N, 1)
-        # Of the elements that were added so far.
+        # The elements that were added so far:
         self.count = 0
         self.steps = tables.grid.new_zeros(lines, count, len(tables.profiles))
         self._atoms = targets.new_zeros(lines, count, cells)  # A
         self._inverse = targets.new_zeros(lines, count, count)  # H
-        # What they leave of the targets (N, L, S), and of the grid's atoms.
+        # What these elements leave of the targets (N, L, S), and of the grid's atoms:
         self.residuals = self.targets.clone()
         products = self._along_grid(self.targets)
         self.products = products.transpose(0, 1).contiguous()  # (L, N, J): with the targets
@@ -160,10 +162,11 @@ class Search:
         return torch.cholesky_solve(products, self._factor(self._atoms)).mT
 
     def add_elements_(self, growth: float) -> list[Tensor]:
-        """Add all elements on the grid, and move them at times.
+        """Add all elements on the grid, one by one, and sometimes move the present ones.
 
         Args:
-            growth: All elements are moved when their number has grown by this factor, and at last.
+            growth: All present elements are moved when their number has grown by this factor since
+                the last time, and in the end.
 
         Returns:
             The squared errors (N, L) with 0, 1, ... elements, without the ridge's share.
@@ -183,7 +186,7 @@ class Search:
         return errors
 
     def _put_(self, element: int) -> None:
-        """Put an element, which is not among the others, at the best point of the grid."""
+        """Add an element at the best point of the grid."""
         gains = self.products[0].square()  # (N, J)
         for products in self.products[1:]:
             gains.addcmul_(products, products)
@@ -205,7 +208,7 @@ class Search:
         atoms[:, element] = atom.squeeze(1)
 
     def _remove_(self, element: int) -> None:
-        """Take an element away from the others."""
+        """Remove an element."""
         inverse = self._inverse[:, : self.count, : self.count]
         row = inverse[:, element : element + 1]  # (N, 1, E)
         shares = row * row[:, :, element : element + 1].rsqrt()
@@ -213,7 +216,7 @@ class Search:
         inverse.addcmul_(shares.mT, shares, value=-1)
 
     def _change_along_(self, unit: Tensor, sign: int) -> None:
-        """Add what lies along unit vectors (N, 1, S) to what the elements leave, or remove it."""
+        """Add the part along unit vectors (N, 1, S) to what the elements leave, or subtract it."""
         of_targets = self.targets @ unit.mT  # (N, L, 1)
         of_grid = self._along_grid(unit).squeeze(1)  # (N, J)
         self.residuals.addcmul_(of_targets, unit, value=sign)
@@ -223,7 +226,7 @@ class Search:
     def refine_(self, iterations: int) -> None:
         """Move all elements together, off the grid, by the Levenberg-Marquardt method.
 
-        Afterwards, no elements can be added: what they leave of the grid is not updated.
+        Afterwards, no elements can be added: `energies` and `products` are not updated.
         """
         best = trial = self.steps
         lines, count, axes = trial.shape
@@ -253,14 +256,15 @@ class Search:
     def quadratic_model(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the error at these steps (N, E, A), and a quadratic model of it around them.
 
-        Weights follow from positions (variable projection, doi:10.1137/0710036). With w_e an
-        element's weight, and d_e the derivative of its atom, w_e d_e would be a column of the
-        Jacobian if the weights stayed. Since they follow, only what the elements leave of it
-        counts (doi:10.1007/BF01932995).
+        Weights follow from positions (variable projection, doi:10.1137/0710036). Let w_e be an
+        element's weight, and d_e the derivative of its atom. With fixed weights, w_e d_e would be a
+        column of the Jacobian. Since the weights follow, the column is only what the elements leave
+        of w_e d_e (doi:10.1007/BF01932995).
 
         Returns:
-            The squared error of all layers (N,), but for the targets' squares, which stay; minus
-            half its gradient (N, A * E, 1); half its approximate Hessian (N, A * E, A * E).
+            The squared error of all layers (N,), without the targets' squares, which are constant;
+            minus half its gradient (N, A * E, 1); half its approximate Hessian
+            (N, A * E, A * E).
         """
         lines, count, axes = steps.shape
         layers = self.targets.shape[1]

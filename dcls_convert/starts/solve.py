@@ -1,12 +1,12 @@
 """Solve least squares for the weights of elements at given positions.
 
-For an output channel, let k be its kernel (its lines in a row) and k0 the old one. The kernel is
-made of elements with weights w: k = F'w, where a row of the footprint F says how one element
-spreads over the cells of its line. The weights minimise
+For an output channel, let k be the new kernel (its lines in a row) and k0 the old kernel. The new
+kernel is made of elements with weights w: k = F'w, where a row of the footprint F says how one
+element spreads over the cells of its line. The weights minimise
 
     (k - k0)' M (k - k0) + d |w - w0|^2
 
-with the costs M of errors (`InputMoments.costs`), and weights w0 to start from. d is a small share
+with the costs M of errors (`InputMoments.costs`), and initial weights w0. d is a small share
 of the mean diagonal of the line's part of F M F'. If elements nearly coincide, only the sum of
 their weights counts; d keeps their differences.
 
@@ -34,7 +34,7 @@ def solve_weights(costs: Tensor, footprint: Tensor, old: Tensor, start: Tensor) 
 
     The preconditioner solves each line exactly, with the other lines held fixed. If a channel has
     one line, the first step is the solution, and a second one removes what rounding left. The
-    notation is that of Shewchuk (1994), B3.
+    notation is from Shewchuk (1994), B3.
 
     Args:
         costs: M (G, R * S, R * S).

@@ -1,4 +1,4 @@
-"""Find values for layers that are not in the model yet, from the kernels that they replace.
+"""Find values for new layers, before they are put into the model, from the kernels they replace.
 
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A
 learnt axes.
@@ -23,8 +23,9 @@ from .calibration import CalibrationStatistics
 from .fit import fit_elements
 
 # Norms are recognised by their class names, since libraries define their own, such as
-# "FrozenBatchNorm2d". Other classes have such names, too: those of weight norm and spectral norm,
-# torchvision's Normalize, and timm's NormFreeNet. LocalResponseNorm keeps the scale.
+# "FrozenBatchNorm2d". The pattern excludes classes that are no norms: weight norm, spectral norm,
+# torchvision's Normalize and timm's NormFreeNet. It also excludes LocalResponseNorm, which keeps
+# the scale.
 NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!LocalResponse)Norm(?!al|Free)")
 
 
@@ -45,7 +46,7 @@ def start_randomly_(
 
 
 def take_elements_(groups: Sequence[LayerGroup], elements: Mapping[str, Tensor]) -> None:
-    """Give the layers weights, positions and sigmas that there are, by their names in the model."""
+    """Give the layers existing weights, positions and sigmas, by their names in the model."""
     for group in groups:
         for plan, layer in zip(group.layer_plans, group.layers, strict=True):
             layer.weight.copy_(elements[f"{plan.name}.weight"])
@@ -81,8 +82,8 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
 def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
     """Scale weights so that outputs have the same mean square as with the old kernels.
 
-    Unscaled, it would be smaller: there are fewer elements than cells, and each element is spread
-    over several cells.
+    Without scaling, the mean square would be smaller: there are fewer elements than cells, and each
+    element is spread over several cells.
     """
     for group in groups:
         for old_kernel, layer in zip(group.effective_kernels(), group.layers, strict=True):
@@ -94,7 +95,7 @@ def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
 
 
 def has_norms(model: nn.Module) -> bool:
-    """Return True if the network has a norm, so that the scale of outputs hardly matters."""
+    """True if the network has a norm, so that the scale of outputs hardly matters."""
     return any(NORM_CLASS.search(type(module).__name__) for module in model.modules())
 
 

@@ -1,4 +1,4 @@
-"""Delays: layers with windows that look back, whose elements become shifts by whole steps.
+"""Train delays: elements of windows that look back in time, which become shifts by whole steps.
 
 A Gaussian element with a large sigma sees many steps at once, so its position finds the step that
 matters; then sigma shrinks, and in the end positions are rounded. Source: Hammouamri, Khalfaoui-
@@ -27,20 +27,20 @@ ROUNDED = "bilinear"  # an element on a cell lies in this cell alone
 
 @torch.no_grad()
 def shrink_sigma_(model: nn.Module, progress: float, last: float = INITIAL_SIGMA) -> None:
-    """Set the sigmas of all layers for a step of a training, from half the window to the last.
+    """Set the sigmas of all layers: during a training, they shrink from half the window to `last`.
 
-    What exceeds the least sigma shrinks by a constant factor from step to step. Sigmas are no
-    longer trained: call this once before you make the optimizer and DDP. In a training of 150
-    epochs, of which the first quarter shrinks sigmas, call it at the start of every epoch::
+    The part above the least sigma shrinks by a constant factor from step to step. Sigmas are no
+    longer trained: call this function once before you make the optimizer and DDP. If the first
+    quarter of 150 epochs is to shrink sigmas, call it at the start of every epoch::
 
         dcls_convert.tuning.shrink_sigma_(model, epoch / (150 // 4))
 
     Args:
         model: Has Gaussian elements. May be wrapped (DDP, `torch.compile`).
         progress: 0 for half the window; from 1 on, the last sigma.
-        last: The last sigma, in steps; above 0.27, the least that layers have. The default is the
-            authors'. With 0.3, an element on a cell has 99 % of its weight there, instead of 79 %,
-            so that rounding hardly changes outputs; its position then learns slowly.
+        last: The last sigma, in steps. It must be above 0.27, the least sigma of a layer. The
+            default is the authors'. With 0.3, an element on a cell has 99 % of its weight there,
+            instead of 79 %: rounding hardly changes outputs, but positions learn slowly.
 
     Raises:
         DclsConvertError: `progress` is not a finite number of at least 0, `last` is not above 0.27,
@@ -67,11 +67,11 @@ def shrink_sigma_(model: nn.Module, progress: float, last: float = INITIAL_SIGMA
 
 @torch.no_grad()
 def round_positions_(model: nn.Module) -> None:
-    """Round all positions to whole cells, each of which then has its elements alone.
+    """Round all positions to whole cells, so that each element lies in a single cell.
 
     Layers become bilinear, without sigmas, and their positions are no longer trained. Outputs
-    change by what elements between cells, or wider than one, gave to other cells. Afterwards,
-    `save_converted` takes the plan of the conversion as before.
+    change where elements lay between cells or were wider than a cell. Afterwards, `save_converted`
+    takes the plan of the conversion as before.
 
     Args:
         model: Changed in place. May be wrapped; DDP must be made anew to train on.

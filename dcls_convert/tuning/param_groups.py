@@ -52,7 +52,7 @@ def param_groups(
         weight_decay: Weight decay of the weights. Biases, norms and the parameters that
             `model.no_weight_decay()` names have none.
         position_lr_scale: The default of 5 is the paper's.
-        sigma_lr_scale: By default that of positions: sigmas are lengths in cells, too.
+        sigma_lr_scale: By default `position_lr_scale`, because sigmas are lengths in cells, too.
         layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm.
             It also applies to positions; tied ones have the rate of their first layer.
         timm_options: Passed to timm's `param_groups_weight_decay` or `param_groups_layer_decay`.
@@ -127,7 +127,8 @@ def _split_off_positions(
 ) -> list[dict[str, Any]]:
     """Move positions and sigmas into separate groups, one for each scale of the learning rate.
 
-    `scale_of` has the ids of these parameters. Their scale is multiplied by that of their group.
+    `scale_of` maps the id of each of these parameters to its own scale, which is multiplied by the
+    scale of its group.
     """
     groups: list[dict[str, Any]] = []
     moved: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas

@@ -34,7 +34,7 @@ def repulsive_loss(model: nn.Module) -> Tensor:
 
     with m elements per kernel and distances in cells. The number of kernels is out_channels *
     in_channels / groups, times the number of cells of the dense axes. The loss of the model is the
-    mean over all positions tensors; a tied one counts once.
+    mean over all positions tensors; a tensor that tied layers share counts once.
 
     Memory is bounded: with up to 1,000 elements per kernel, no tensor is larger than the positions
     or a few MiB, also in an ordinary backward pass (without `create_graph=True`). Elements at

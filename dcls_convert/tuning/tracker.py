@@ -45,11 +45,11 @@ class TrackedPositions:
     speed: Cells | None
     border_share: Share  # share of elements at the border; if large, the window is too small
     # Root mean square of the coordinates from the kernel's centre, in cells; where a window grows
-    # to one side, from the old kernel's.
+    # to one side, from the old kernel's centre.
     spread: Cells | None
-    # Learning rate of the positions, relative to that of the weight of their first layer. None if
-    # the tracker was given no optimizer, if the optimizer lacks one of the two, or if the weight's
-    # rate is 0.
+    # Learning rate of the positions, relative to the rate of their first layer's weight. None if
+    # the tracker has no optimizer, if the optimizer lacks one of the two parameters, or if the
+    # weight's rate is 0.
     lr_ratio: Ratio | None
 
 
@@ -80,14 +80,14 @@ class PositionTracker:
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
         path: File to which every update appends a line; `read_track` reads it.
-        unit: What the numbers count that `update` is given, "step" or "epoch". Records state it,
-            and figures name their axes by it.
-        optimizer: If given, records have the learning rate of positions relative to that of the
-            weights. Warnings say if the optimizer does not tell positions from weights, and when
-            the relative rate falls, as under a scheduler that sets one rate for all groups.
+        unit: What the `step` of `update` counts: "step" or "epoch". Records state the unit, and
+            figures name their axes by it.
+        optimizer: If given, records have the learning rate of positions relative to the rate of
+            weights. A warning is raised if the optimizer treats positions like weights, or when the
+            relative rate falls, as under a scheduler that sets one rate for all groups.
 
-    Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
-    `update` and gets the record, but only rank 0 writes to the file. Under FSDP1, give
+    Between updates, the tracker keeps one copy of the positions. Under DDP and FSDP2, every rank
+    must call `update` and gets the record, but only rank 0 writes to the file. Under FSDP1, give
     the network itself, not the wrapper, and update inside `FSDP.summon_full_params(wrapper)`.
 
     Raises:
@@ -141,7 +141,7 @@ class PositionTracker:
         rate_of: dict[int, float] = {}  # id of a parameter -> its learning rate
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
-                rate_of |= {id(one): float(group["lr"]) for one in group["params"]}
+                rate_of |= {id(tensor): float(group["lr"]) for tensor in group["params"]}
         rows = {}
         parameters = position_parameters(inside_wrappers(self.model), "positions")
         if last is None and is_first_rank():
@@ -170,18 +170,18 @@ class PositionTracker:
         return record
 
     def _describe_groups(self, parameters: Iterable[PositionParameter]) -> str | None:
-        """Say if the optimizer does not tell positions from weights, and the cure.
+        """Say whether the optimizer treats positions like weights, and how to correct this.
 
-        It does not if positions decay, or if they are in the group of their first layer's weight,
-        as in `AdamW(model.parameters())`. An equal rate in another group is no sign of a mistake:
-        it may be meant (`position_lr_scale=1`), an optimizer may want it (Prodigy), and timm's
+        It does so if positions decay, or if they are in the group of their first layer's weight, as
+        in `AdamW(model.parameters())`. An equal rate in another group is no sign of a mistake: it
+        may be intended (`position_lr_scale=1`), an optimizer may need it (Prodigy), and timm's
         schedulers apply `lr_scale` only later.
         """
         if self.optimizer is None:
             return None
         group_of: dict[int, dict[str, Any]] = {}  # by the id of a parameter
         for group in self.optimizer.param_groups:
-            group_of |= {id(one): group for one in group["params"]}
+            group_of |= {id(tensor): group for tensor in group["params"]}
         are_in_one_group = False
         decay = 0.0  # the largest
         for parameter in parameters:
@@ -281,7 +281,7 @@ def is_first_rank() -> bool:
 
 
 def _lr_ratio(positions: PositionParameter, rate_of: dict[int, float]) -> float | None:
-    """Return the rate of the positions relative to that of their first layer's weight, if known."""
+    """Return the rate of positions relative to the rate of their first layer's weight, if known."""
     first_layer = next(iter(positions.layers.values()))
     positions_rate = rate_of.get(id(positions.tensor))
     weight_rate = rate_of.get(id(first_layer.weight))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dcls_convert.planning.claims import match_rules
-from dcls_convert.planning.rules import How, Match
+from dcls_convert.planning.rules import Match, SiteTest
 
 from ..rules import rules_of
 from .nets import SITE
@@ -38,7 +38,7 @@ def test_a_predicate_holds_or_says_what_it_found(key, holds, fails):
 
 def test_every_predicate_says_how_it_tests_a_convolution():
     for predicate, field in Match.model_fields.items():
-        (how,) = [part for part in field.metadata if isinstance(part, How)]
+        (how,) = [part for part in field.metadata if isinstance(part, SiteTest)]
         assert hasattr(SITE, how.attribute or predicate)
 
 
