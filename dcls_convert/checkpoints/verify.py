@@ -64,7 +64,7 @@ def verify_folder(
 
 
 def _outcome(checks: Sequence[Check]) -> bool | None:
-    """Return `Verification.ok`. Weights without a hash or outputs, as timm saves them, are ok."""
+    """Return `Verification.ok`. Weights without hash and outputs pass, as timm saves neither."""
     if any(check.ok is False for check in checks):
         return False
     if any(check.name == MODEL and check.ok is None for check in checks):
@@ -102,13 +102,13 @@ def _checks(
 
 
 def _problem(name: str, error: DclsConvertError, path: Path) -> Check:
-    """Return a failed check; its detail omits the path with which the message begins."""
+    """Return a failed check, without the path at the start of the error's message."""
     detail = str(error).removeprefix(str(path)).lstrip("/: ")
     return Check(name=name, ok=False, detail=detail)
 
 
 def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None) -> Check:
-    """Check that the tensors are those that were written."""
+    """Check the tensors by the hash in the stamp."""
     if stamp is None:
         detail = "not checked: another program wrote it, without a hash"
         return Check(name=WEIGHTS, ok=None, detail=detail)
