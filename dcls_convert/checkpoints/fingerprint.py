@@ -39,8 +39,8 @@ class Fingerprint(Record):
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the inputs
     # For each floating-point output tensor, in order: its norm, then values at evenly spaced
-    # indices of the flattened tensor, including the first and the last. NaN and infinity
-    # count as 0. None if nothing can be compared.
+    # indices of the flattened tensor, including the first and the last. NaN and infinity count as
+    # 0. None if nothing can be compared.
     outputs: Outputs | None
     reason: str | None  # why there are no outputs
     unmuted: Outputs | None = None  # with small parameters made larger, if there are any

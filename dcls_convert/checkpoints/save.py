@@ -75,8 +75,8 @@ def save_converted(
     Args:
         model: Converted by `apply_plan_(model, plan)`; its positions are clamped to their windows.
             May be wrapped (`torch.compile`, DataParallel, DDP, averaged copies).
-        plan: The plan that was carried out, or the folder from which the model was
-            loaded. The model may have another number of classes than the plan's.
+        plan: The plan that was carried out, or the folder from which the model was loaded. The
+            model's number of classes may differ from the plan's.
         folder: Folder to write. It must not exist, unless `force` is set; `check_output` checks
             this before a training.
         report: The model's report, with the layers' errors; by default, the plan's report.
@@ -89,9 +89,9 @@ def save_converted(
         picture: A PNG to add as positions.png; the model card shows it.
 
     Raises:
-        CheckpointError: The model's layers differ from the plan, its state dict lacks a
-            parameter, a value is not finite, or the folder cannot be written. An existing folder is
-            then unchanged.
+        CheckpointError: The model's layers differ from the plan, its state dict lacks a parameter,
+            a value is not finite, or the folder cannot be written. An existing folder is then
+            unchanged.
         ModelError: There is no such source.
     """
     check_argument("model", model, nn.Module)

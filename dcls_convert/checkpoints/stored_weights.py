@@ -101,8 +101,8 @@ def check_tensors(opened: OpenedFolder, state: Mapping[str, Tensor]) -> None:
     # This takes about as long as reading the tensors.
     if stamp.tensors != tensors_hash(state.items()):
         raise CheckpointError(
-            f"{opened.weights_path}: its tensors are not those that were written; "
-            "it is damaged or was changed"
+            f"{opened.weights_path}: its tensors differ from the tensors that were "
+            "written; the file is damaged or was changed"
         )
 
 

@@ -53,7 +53,7 @@ def verify_folder(
         folder: The folder to check.
         model: The unconverted model, if only its user can build it; converted in place.
         trust_code: Whether to run the user's own code if the folder names it as its model.
-        notify: Called with what is being done.
+        notify: Called with the name of each step.
 
     Raises:
         CheckpointError: There is no folder. Problems inside a folder are reported as checks.

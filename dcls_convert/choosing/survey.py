@@ -75,8 +75,8 @@ def names_matching(pattern: str) -> list[str]:
     """
     names = registry_names()
     pattern = pattern.lower()
-    whole = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"*:{pattern}")]
-    matching = whole or fnmatch.filter(names, f"*{pattern}*")
+    whole_names = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"*:{pattern}")]
+    matching = whole_names or fnmatch.filter(names, f"*{pattern}*")
     if not matching:
         bare_names = [name.partition(":")[2] for name in names]
         suggestion = did_you_mean(pattern.rpartition(":")[2].strip("*?["), bare_names, 3)

@@ -40,7 +40,7 @@ RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
 CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 RECOMMENDED = ">"  # in front of the recommended row
 WHY = (
-    f"It is what `auto` takes: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
+    f"`auto` takes this window: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
     f"to the MACs, makes no window larger than {MAX_WINDOW}, and lets at least half of the windows "
     "fit their maps, or else the smallest growth"
 )
@@ -190,8 +190,8 @@ def make_sweep(
         options: The planning options that all combinations share.
         sizes, counts, budgets: See `sweep`.
         command: Returns the command line that converts with a combination.
-        notify: Called with what is being done.
-        note: Called with what the user should know.
+        notify: Called with the name of each step.
+        note: Called with each note for the user.
 
     Raises:
         CheckpointError: The weights already have elements.

@@ -59,7 +59,7 @@ def fold_folder(
             name it. Its code is imported and run.
         force: Replace an earlier output.
         trust_code: Import and run the code that the folder names as its model.
-        notify: Called with what is being done.
+        notify: Called with the name of each step.
 
     Raises:
         DclsConvertError: The model cannot be folded or written, or its outputs would change.

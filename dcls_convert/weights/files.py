@@ -196,6 +196,6 @@ def _why_unreadable(path: Path, start: bytes) -> str:
             "would run code. Save the state dict alone: torch.save(model.state_dict(), FILE)"
         )
     return (
-        "is neither a safetensors file nor one of torch.save, or it is damaged; "
+        "is neither a safetensors file nor a torch.save file, or it is damaged; "
         f"{_beginning(start)}"
     )

@@ -189,7 +189,7 @@ def _problems(
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
     for alias, first in aliases.items():
         if alias in state and first in state and not torch.equal(state[alias], state[first]):
-            yield f"{first} and {alias} are one tensor in the model, and differ here"
+            yield f"{first} and {alias} are one tensor in the model, but differ here"
     for name, module in model.named_modules():
         if isinstance(module, DclsConvNd):
             problem = module.describe_other_state(state, f"{name}.")

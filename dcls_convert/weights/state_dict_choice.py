@@ -1,4 +1,4 @@
-"""Choose one of the state dicts that a weights file holds, perhaps in nested mappings."""
+"""Choose one of a weights file's state dicts, which may lie in nested mappings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +56,7 @@ def choose_state_dict(
         what = short_list(names, 8) if names else f"a {type(content).__name__}"
         raise CheckpointError(
             f"{where}: holds {what}, not a state dict (names to tensors); "
-            "a checkpoint key can name one that is inside"
+            "a checkpoint key can name a state dict inside it"
         )
     keys, state = found
     if keys:

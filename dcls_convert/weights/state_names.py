@@ -29,11 +29,11 @@ def rename_to_model(
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 
-    Names that wrappers add are removed, such as "_orig_mod.". So is a common prefix of the model's
-    tensors, such as "module." from DistributedDataParallel or "model." from Lightning.
-    Original names of weights that timm downloads are translated by timm's function for the model.
-    Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not use it,
-    so 0 is filled in.
+    Names that wrappers add, such as "_orig_mod.", are removed. A common prefix of the model's
+    tensors, such as "module." from DistributedDataParallel or "model." from Lightning, is removed,
+    too. Original names of weights that timm downloads are translated by timm's function for the
+    model. Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not
+    use this count, so 0 is filled in.
 
     Args:
         model: The network; its state dict has the wanted names.
