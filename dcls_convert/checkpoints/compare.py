@@ -13,12 +13,12 @@ from .folder import open_folder
 from .load import load_state
 from .stored_weights import read_state
 
-# Largest difference that counts as equal, as a fraction of the outputs' norm, between a model and
-# its copy on the same device. Sums in another order differ by less, an edited model by more.
+# Outputs of a model and its copy on the same device count as equal up to this difference, as a
+# fraction of their norm. Sums in another order differ by less, an edited model by more.
 SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# Do not compare outputs if they differ by less than this between two images: another network might
-# give the same. Examples: a detector finds no boxes, or the signal vanishes in an untrained
-# network.
+# Do not compare outputs if two images give outputs that differ by less than this: a different
+# network might give the same. Examples: a detector finds no boxes, or the signal vanishes in an
+# untrained network.
 LEAST_VARIATION = 1e-4
 SAME_FOR_EVERY_IMAGE = "they are nearly the same for every image, as of some untrained networks"
 

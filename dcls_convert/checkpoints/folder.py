@@ -27,7 +27,7 @@ PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
 METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
 PROVENANCE = "provenance"  # under METADATA_KEY in config.json
-# Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
+# Entries that timm's own savers write beside `pretrained_cfg`; they override entries in it.
 OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 
 

@@ -82,7 +82,7 @@ def load_state(
         with unchanged_on_failure(network):
             place_(network)
             load_weights_(network, state, where)
-    # So that saving the network again keeps the folder's preprocessing, classes and origin.
+    # Attach the folder's preprocessing, classes and origin, so that saving again keeps them.
     replace_stated_cfg_(network, opened.pretrained_cfg)
     attach_provenance_(network, opened.provenance)
     return network if model is None else model

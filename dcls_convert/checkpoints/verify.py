@@ -1,4 +1,4 @@
-"""Verify a folder: load it, run it, and compare its outputs with those stored in it."""
+"""Verify a folder: load and run its model, and compare outputs with the stored outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stam
 def _compare_outputs(
     model: nn.Module, opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None
 ) -> Check:
-    """Compare the model's outputs with those stored beside the weights."""
+    """Compare the model's outputs with the outputs stored beside the weights."""
     if stamp is None:
         return Check(name="outputs", ok=None, detail="not checked: none are stored")
     stored = stamp.fingerprint

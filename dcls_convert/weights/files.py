@@ -163,7 +163,8 @@ def _read_torch(path: Path, where: str, start: bytes) -> Any:
     with ignored_warnings(), torch.serialization.safe_globals(HARMLESS):
         try:
             _check_not_compressed(path, where)
-            # Give torch an open file: a path that ends in .safetensors it would read as one.
+            # Give torch an open file: it would read a path that ends in .safetensors in that
+            # format.
             with path.open("rb") as file:
                 return torch.load(file, map_location="cpu", weights_only=True)
         except CheckpointError:
