@@ -5,9 +5,9 @@ from pathlib import Path
 from .text import one_line, printable, shortened
 
 # Phrases in the out-of-memory messages of torch, C++ and the dynamic loader.
-NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
-# For an argument's class: what to give, and where to get it.
-GIVE = {
+OUT_OF_MEMORY_PHRASES = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
+# Class of an argument -> what the user should give, and where to get it.
+WHAT_TO_GIVE = {
     "Module": "a torch.nn.Module, such as timm.create_model(...) or load_converted(folder)",
     "Optimizer": "a torch.optim.Optimizer",
     "ConversionPlan": "a ConversionPlan, such as plan_conversion(...) or report.plan",
@@ -29,7 +29,7 @@ class DclsConvertError(ValueError):
 
 
 class NothingMatchesError(DclsConvertError):
-    """No convolution of the model matches the rules, or all that match must stay as they are.
+    """No convolution matches the rules, or every matching convolution must stay as it is.
 
     This is a normal outcome, so it has its own exit code.
     """
@@ -68,8 +68,10 @@ class OutputExistsError(CheckpointError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an exception says that memory is exhausted."""
-    return isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY)
+    """True if an exception reports that memory is exhausted."""
+    return isinstance(error, MemoryError) or any(
+        words in one_line(error) for words in OUT_OF_MEMORY_PHRASES
+    )
 
 
 def check_argument(name: str, value: object, expected: type) -> None:
@@ -81,5 +83,5 @@ def check_argument(name: str, value: object, expected: type) -> None:
         found = f"the class {value.__name__}"
     elif isinstance(value, str | Path):
         found = f"the text {shortened(repr(str(value)))}"
-    give = GIVE.get(expected.__name__, f"a {expected.__name__}")
+    give = WHAT_TO_GIVE.get(expected.__name__, f"a {expected.__name__}")
     raise DclsConvertError(f"{name}: found {found}; give {give}")

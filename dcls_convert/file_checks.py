@@ -15,15 +15,16 @@ from .text import shortened
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # if installed from a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".tar")  # usual ones
+# Common suffixes of weights files.
+WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".tar")
 # Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 
-# How a URL begins after it was turned into a Path, which collapses `//` to `/`. The scheme has at
-# least two letters, so that Windows drives do not match.
+# Start of a URL that was turned into a Path, which collapses `//` to `/`. The scheme has at least
+# two letters, so that Windows drives do not match.
 URL = re.compile(r"[a-z][a-z0-9+]+:/")
 
-MAX_TEXT_BYTES = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
+MAX_TEXT_BYTES = 64 << 20  # bytes; the report of timm's largest model takes half a megabyte
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
@@ -47,11 +48,11 @@ def builtin_rules() -> dict[str, Path]:
 
 
 def check_file(path: Path, what: str = "weights file") -> None:
-    """Check that there is a file.
+    """Check that a file exists.
 
     Raises:
-        CheckpointError: There is none. The message begins with `what` (which may be "") and the
-            path.
+        CheckpointError: The path is not a file. The message begins with `what` (which may be "")
+            and the path.
     """
     if path.is_file():
         return

@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 from .errors import PlanError
 from .text import shortened
 
-# Defined in layers/interpolation.py.
+# The interpolations are defined in layers/interpolation.py.
 InterpolationName = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["auto", "model", "error"]
 Tie = Literal["stage", "none"]
@@ -28,7 +28,7 @@ POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO: Final = "auto"
 DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # as in the paper
-# The scope for trained kernels: tie groups divide the budget so that the sum of errors is least.
+# Scope for trained kernels: the budget is divided among tie groups to minimise the sum of errors.
 ERROR_SCOPE: Scope = "error"
 # Value of both `kernel_count` and `init`: one element in every cell of the old kernel, so that the
 # new layer computes the same function.
@@ -36,8 +36,8 @@ EXACT: Final = "exact"
 MAX_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MAX_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared
 MAX_COUNT = 10**9  # elements, classes or channels
-# A window stated as a growth: the cells added to the kernel's extent on each side of the window. It
-# must be even, because window and extent must both be odd or both be even.
+# A growth, such as "+4": each side of the window is so many cells longer than the kernel's extent.
+# A growth is even, because window and extent must both be odd or both be even.
 GROWTH = r"\+[1-9][0-9]{0,3}"
 EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
 MIN_GROWTH = 2  # cells
@@ -46,26 +46,27 @@ MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for
 # 7.3 to 11.6 (tests/test_numbers.py).
 MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
-PICTURE_WIDTH = 6.75  # inches; the text of two columns, in papers of most conferences
+PICTURE_WIDTH = 6.75  # inches; width of the text in a two-column conference paper
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the parameter count
-# Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.
+# Bounds of a budget. They keep its exact fraction short: 1e-999999 as a fraction would fill the
+# memory.
 MIN_PERCENT = Decimal("0.0001")
 MAX_PERCENT = 100_000
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
-    """Refuse (PlanError) a value that is not one of those that an option has."""
+    """Refuse (PlanError) a value that is not among an option's allowed values."""
     if value not in allowed:
         names = ", ".join(filter(None, allowed))
         raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
 
 
 def even_growth(growth: str) -> str:
-    """Return a growth, a text that matches GROWTH, if it is even.
+    """Return a growth (text that matches GROWTH) if it is even.
 
     Raises:
-        ValueError: It is odd. The message suggests even ones.
+        ValueError: The growth is odd. The message suggests even growths.
     """
     cells = int(growth)
     if cells % 2 == 0:

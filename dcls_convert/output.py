@@ -1,10 +1,11 @@
 """Write outputs that appear whole or not at all.
 
-An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old one is
-first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A process that is stopped at the wrong
-moment may leave these behind; the program does not remove them later.
+An output is written in a folder `.NAME.xxxxxxxx.partial` beside its final place, and then renamed.
+An older output of the same name is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A
+process that is killed in between may leave these two behind; no later run removes them.
 
-Pictures are checked before the work, too: their suffix, and whether matplotlib is installed.
+The suffix of a picture, and whether matplotlib is installed, are also checked here, before the
+work.
 """
 
 import contextlib
@@ -22,14 +23,14 @@ from .errors import CheckpointError, DclsConvertError, OutputExistsError, WriteE
 from .text import one_line, shortened
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-FIGURE_LIBRARY = "matplotlib"  # of the extra `plot`
+FIGURE_LIBRARY = "matplotlib"  # in the extra `plot`
 
 # Returns why an existing path must be kept; None if it may be replaced.
 WhyKeep = Callable[[Path], str | None]
 
 
 def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
-    """Refuse (CheckpointError) an output that could not be written when the work is done.
+    """Refuse (CheckpointError) an output before the work, if writing it afterwards would fail.
 
     Args:
         force: Accept a path that exists, if `why_keep` gives no reason to keep it.
@@ -56,8 +57,9 @@ def check_output_path(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
 def new_output(output: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
     """Yield a path to write a folder or a file to.
 
-    It gets its final name when the block ends without an error; until then, an existing output
-    keeps the name. If the block writes more files beside a file, all get their final names or none.
+    The output gets its final name when the block ends without an error; until then, an existing
+    output keeps the name. The block may write more files beside the path: either all get their
+    final names, or none.
     """
     check_output_path(output, force=force, why_keep=why_keep)
     folder = output.absolute().parent
@@ -83,9 +85,9 @@ def new_output(output: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path
 
 
 def _publish(entries: Sequence[Path], folder: Path, force: bool) -> None:
-    """Move new files, or one new folder, into a folder; with `force`, in place of old ones.
+    """Move new files, or one new folder, into a folder; with `force`, replace old ones.
 
-    The last entry is the output itself. If it is not moved, all is as it was.
+    The last entry is the output itself. If moving it fails, all other moves are undone.
     """
     token = secrets.token_hex(4)
     moves = []
@@ -119,7 +121,7 @@ def why_not_a_file(path: Path) -> str | None:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse (DclsConvertError) an unsupported suffix, or any picture without matplotlib."""
+    """Refuse (DclsConvertError) a picture of an unsupported suffix, or without matplotlib."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise DclsConvertError(
             f"--picture {shortened(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"

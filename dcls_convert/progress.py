@@ -14,9 +14,9 @@ from .text import printable, shortened
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-logger = logging.getLogger("dcls_convert")  # how a layer convolves, at DEBUG
-SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
-SECONDS_BETWEEN_LINES = 10.0  # of steps with a total, where there is no bar
+logger = logging.getLogger("dcls_convert")  # says at DEBUG how each layer convolves
+SECONDS_UNSEEN = 2.0  # shorter calls from Python show no progress
+SECONDS_BETWEEN_LINES = 10.0  # of a step with a total, if there is no bar
 BAR_WIDTH = 16  # terminal columns
 # A callback for messages to the user.
 Note = Callable[[str], None]
@@ -25,8 +25,8 @@ Note = Callable[[str], None]
 class Notify(Protocol):
     """A callback that reports progress.
 
-    It is called with the next step, and with how much of the total is done, in any unit. A total of
-    0 means that the total is unknown.
+    The callback gets the text of the step, the amount done, and the total, in any common unit. A
+    total of 0 means that the total is unknown.
     """
 
     def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
@@ -72,7 +72,7 @@ def show_progress(name: str, *, wait: float = 0.0, redirect: bool = False) -> It
 
 
 def _bar(name: str, redirect: bool) -> "Progress | None":
-    """Return a bar with the time left, which disappears at the end; None without a terminal."""
+    """Return a bar with the time left, or None without a terminal. It disappears at the end."""
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     if not _is_stderr_a_terminal() or console.is_dumb_terminal:
         return None
@@ -86,10 +86,10 @@ def _bar(name: str, redirect: bool) -> "Progress | None":
             markup=False,
             table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
         ),
-        progress.BarColumn(BAR_WIDTH),  # without a total, it moves to and fro
+        progress.BarColumn(BAR_WIDTH),  # pulses if the total is unknown
         progress.TimeRemainingColumn(
             elapsed_when_finished=True,
-            table_column=Column(min_width=len("0:00:00")),  # so that the bar stays where it is
+            table_column=Column(min_width=len("0:00:00")),  # keeps the bar in place
         ),
         console=console,
         transient=True,
@@ -103,7 +103,7 @@ def _bar(name: str, redirect: bool) -> "Progress | None":
 
 
 def _show_on_bar(bar: "Progress", text: str, done: int, total: int) -> None:
-    if bar.tasks[0].total != (total or None):  # begins steps with another total
+    if bar.tasks[0].total != (total or None):  # a new task, since the total changed
         bar.remove_task(bar.task_ids[0])
         bar.add_task(text, total=total or None)
     bar.update(bar.task_ids[0], description=text, completed=done)
@@ -113,11 +113,11 @@ def _show_on_bar(bar: "Progress", text: str, done: int, total: int) -> None:
 def show_progress_in_python(
     name: str, progress: bool | None
 ) -> contextlib.AbstractContextManager[Notify]:
-    """Show progress of a call from Python, if it takes more than SECONDS_UNSEEN.
+    """Show progress of a call from Python that takes more than SECONDS_UNSEEN.
 
-    A `progress` of None shows it if somebody may be looking at stderr.
+    If `progress` is None, show it only on a terminal or in a notebook.
     """
-    if progress is None:  # on a terminal or in a notebook
+    if progress is None:
         progress = "ipykernel" in sys.modules or _is_stderr_a_terminal()
     if not progress:
         return contextlib.nullcontext(ignore_messages)
@@ -125,5 +125,5 @@ def show_progress_in_python(
 
 
 def _is_stderr_a_terminal() -> bool:
-    """True on a terminal; rich assumes one, too, if FORCE_COLOR is set, as in notebooks and CIs."""
+    """True if stderr is a terminal. rich would also say so if FORCE_COLOR is set, as in CI runs."""
     return sys.stderr is not None and sys.stderr.isatty()

@@ -1,7 +1,7 @@
 """Write records as JSON, and read them back.
 
-JSON is never written with NaN or infinity. When it is read, pydantic validates it, and a mistake is
-an error of one line.
+JSON is never written with NaN or infinity. On reading, pydantic validates the JSON; a mistake is a
+one-line error.
 """
 
 import functools
@@ -69,13 +69,13 @@ class Record:
         """Read a record that `to_json` wrote.
 
         Raises:
-            CheckpointError: The text is anything else. The message begins with `where`.
+            CheckpointError: The text is not such a record. The message begins with `where`.
         """
         try:
             record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]
         except ValidationError as error:
             problem = _problem_text(error)
-            raise CheckpointError(f"{where}: {problem}") from None  # without pydantic's lines
+            raise CheckpointError(f"{where}: {problem}") from None  # hide pydantic's many lines
         return record
 
 
@@ -109,10 +109,11 @@ def write_json(data: object) -> str:
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Read the JSON object in a file.
 
-    pydantic would refuse lone surrogates, which Python puts into file names that are not UTF-8.
+    Parsed by json, not pydantic: pydantic refuses lone surrogates, which Python puts into file
+    names that are not UTF-8.
 
     Raises:
-        CheckpointError: The file cannot be read, or contains anything else. The message begins with
+        CheckpointError: The file cannot be read, or is not a JSON object. The message begins with
             `where`.
     """
     try:

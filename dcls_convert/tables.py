@@ -17,8 +17,8 @@ MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 class Table:
     """Rows of texts under headings. A column in which no row has a text is left out.
 
-    The first column holds names, the column `words` any text, and the others numbers. If the table
-    is too wide, names and words wrap; numbers do not.
+    The first column holds names, the column with the heading `words` holds text, and all other
+    columns hold numbers. If the table is too wide, names and text wrap; numbers do not.
     """
 
     def __init__(self, *headings: str, words: str | None = None) -> None:
@@ -29,7 +29,7 @@ class Table:
         self._rows_above_line = 0
 
     def add(self, *texts: str | None, style: str = "") -> None:
-        """Add a row, with a text for each column; None is an empty one."""
+        """Add a row, with a text for each column; None leaves the cell empty."""
         self._rows.append([printable(text or "") for text in texts])
         self._styles.append(style)
 
@@ -38,10 +38,10 @@ class Table:
         self._rows_above_line = len(self._rows)
         self.add(*texts, style="bold")
 
-    def _shown(self) -> tuple[dict[str, bool], list[list[str]]]:
-        """Return the headings of the shown columns, and what the rows have in them.
+    def _shown_columns(self) -> tuple[dict[str, bool], list[list[str]]]:
+        """Return the headings of the shown columns, and each row's texts in these columns.
 
-        A heading is True if its column is aligned to the left.
+        The value of a heading is True if its column is left-aligned.
         """
         headings: dict[str, bool] = {}
         rows: list[list[str]] = [[] for _ in self._rows]
@@ -55,7 +55,7 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table as Markdown; headings are not escaped."""
-        headings, rows = self._shown()
+        headings, rows = self._shown_columns()
         rules = ["---" if is_left else "---:" for is_left in headings.values()]
         lines = [_markdown_line(headings), _markdown_line(rules)]
         for row in rows:
@@ -66,7 +66,7 @@ class Table:
         table = rich_table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
-        headings, rows = self._shown()
+        headings, rows = self._shown_columns()
         for heading, is_left in headings.items():
             if is_left:
                 table.add_column(heading, overflow="fold")

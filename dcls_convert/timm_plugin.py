@@ -25,8 +25,8 @@ def register_when_timm_is_imported() -> None:
     if sys.modules.get("timm") is not None:
         _register()
         return
-    # timm has no plug-in mechanism. Importing it here would slow down every command by seconds,
-    # since it imports torch.
+    # timm has no plug-in mechanism. Do not import timm here: it imports torch, which would slow
+    # down every command by seconds.
     if not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TimmFinder())
 

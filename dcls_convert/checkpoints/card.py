@@ -52,8 +52,8 @@ def model_card(
         loading: Lines of Python that load the folder, with `{folder}` for its path.
         files: A sentence about the other files in the folder.
         folder: The folder's name.
-        with_picture: Show the picture that the folder has.
-        provenance: How the model was converted, if that is known.
+        with_picture: Whether to show the folder's picture.
+        provenance: How the model was converted; None if unknown.
     """
     name = report.model or "a model"
     package = "timm"

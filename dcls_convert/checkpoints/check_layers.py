@@ -21,7 +21,7 @@ from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..text import short_list
 
-# What a layer states besides its settings as a convolution.
+# Attributes that a DCLS layer has besides the settings of a convolution.
 DCLS_ATTRIBUTES = ("dilated_kernel_size", "kernel_count", "dense_axes", "grow")
 Difference = tuple[str, str]  # what was found, and what to do to save the model
 
@@ -40,7 +40,7 @@ FOLD_ALL = (
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
-    """Refuse a model whose layers are not the plan's.
+    """Refuse a model whose layers differ from its plan.
 
     Raises:
         CheckpointError: A layer is missing, unknown, or not as planned. The message says what to
@@ -56,7 +56,7 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
 def _problems(modules: Mapping[str, Any], plan: ConversionPlan) -> Iterator[tuple[str, str, str]]:
     """Yield the name of a layer, what was found, and what to do.
 
-    Each problem assumes that those before it are solved.
+    Callers take only the first problem: each check assumes that all earlier checks passed.
     """
     for layer in plan.layers:
         if layer.name not in modules:
@@ -64,7 +64,7 @@ def _problems(modules: Mapping[str, Any], plan: ConversionPlan) -> Iterator[tupl
             yield layer.name, "the model has no such layer", cure
         for found, cure in _differences(modules, layer):
             yield layer.name, found, cure
-    name_of: dict[Tensor, str] = {}  # of parameters, each of which is loaded into one layer
+    name_of: dict[Tensor, str] = {}  # each parameter is loaded into one layer
     for layer in plan.layers:
         for attribute in ("weight", "positions"):
             parameter = modules[layer.name]._parameters.get(attribute)
@@ -77,7 +77,7 @@ def _problems(modules: Mapping[str, Any], plan: ConversionPlan) -> Iterator[tupl
 
 
 def _cure_of_missing(modules: Mapping[str, nn.Module], plan: ConversionPlan, name: str) -> str:
-    """Say what to do about a layer that is not there: the network may be inside of the model."""
+    """Say what to do about a missing layer: the converted network may be a part of the model."""
     for path in modules:
         if all(f"{path}.{layer.name}" in modules for layer in plan.layers):
             return f"give model.get_submodule({path!r})"
@@ -85,7 +85,7 @@ def _cure_of_missing(modules: Mapping[str, nn.Module], plan: ConversionPlan, nam
 
 
 def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Difference]:
-    """Yield how a layer differs from its plan. Each difference assumes that those before are none.
+    """Yield how a layer differs from its plan. Each check assumes that all earlier checks passed.
 
     If the plan is folded, the layer is a plain convolution.
     """
@@ -101,7 +101,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
         elif isinstance(module, DCLS_LAYERS[layer.dims].conv_class) and not layer.folded:
             cure = FOLD_ALL + WITHOUT.format(layer.name)
         yield f"is of class {type(module).__name__}", cure
-    # accelerate sets a forward, too, which only moves tensors; its mark is `_hf_hook`.
+    # Accept the forward that accelerate sets: it only moves tensors. Its mark is `_hf_hook`.
     if has_own_forward(module) and not hasattr(module, "_hf_hook"):
         yield "has a forward of its own, set on this very object", UNDO
     settings = own_settings(expected)
@@ -114,7 +114,7 @@ def _differences(modules: Mapping[str, Any], layer: LayerPlan) -> Iterator[Diffe
                 text = f"{name} is {found!r}, the plan has {planned!r}"
                 yield text, f"{OWN_PLAN}; or {UNDO}"
         settings = replace(settings, transform=layer.transform)
-    if not layer.stride:  # a plan of version 0.3.0, which states none of these three
+    if not layer.stride:  # plans of version 0.3.0 state none of these three
         settings = replace(settings, stride=(), padding=(), padding_mode="")
     difference = own_settings(module).describe_difference(settings)
     if difference is not None:
@@ -126,8 +126,8 @@ def _make_expected(layer: LayerPlan) -> nn.Module:
     """Make the layer that a plan describes, on the meta device."""
     settings = layer
     if not layer.stride:
-        one = on_every_axis(1, layer.dims)
-        settings = replace(layer, stride=one, padding=one, padding_mode="zeros")
+        ones = on_every_axis(1, layer.dims)
+        settings = replace(layer, stride=ones, padding=ones, padding_mode="zeros")
     expected = DCLS_LAYERS[layer.dims].on_meta(
         settings,
         layer.kernel_count,
@@ -144,14 +144,14 @@ def _make_expected(layer: LayerPlan) -> nn.Module:
 def _tie_differences(
     modules: Mapping[str, Any], module: Any, layer: LayerPlan
 ) -> Iterator[Difference]:
-    """Yield whether a layer does not read its positions where the plan says."""
+    """Yield how the owner of a layer's positions differs from the plan."""
     owner = module.owner
     if owner is modules[layer.owner or layer.name]:
         if owner.interpolation != module.interpolation:
             text = f"is {module.interpolation}, and {layer.owner} is {owner.interpolation}"
             yield text, "round all positions by dcls_convert.tuning.round_positions_(model)"
     elif owner is module:
-        text = f"has positions of its own, in the plan those of {layer.owner}"
+        text = f"has positions of its own, but in the plan it shares those of {layer.owner}"
         yield text, f"give plan.untied({layer.name!r})"
     elif owner in modules.values():
         yield "reads positions of another layer than in the plan", UNDO
@@ -163,7 +163,7 @@ def _tie_differences(
 
 
 def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:
-    """Yield tensors that are not as planned, such as masks, and other shapes."""
+    """Yield tensors that are not in the plan, such as masks, missing tensors, and wrong shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     planned = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
     if isinstance(module, DclsConvNd):
@@ -183,7 +183,7 @@ def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:
 
 
 def describe_hooks(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
-    """Say which layers have forward hooks, which a folder does not hold; nothing if none has."""
+    """Yield a note that names the layers with forward hooks, which a folder does not hold."""
     modules = by_plain_name(model.named_modules(remove_duplicate=False))
     hooked = []
     for layer in plan.layers:

@@ -1,4 +1,4 @@
-"""Compare a model with what its folder loads."""
+"""Compare a saved model with the model that its folder loads."""
 
 import math
 from dataclasses import dataclass
@@ -13,33 +13,34 @@ from .folder import open_folder
 from .load import load_state
 from .stored_weights import read_state
 
-# Largest difference that counts as equal, as a fraction of the outputs' norm, between a model and
-# its copy on the same device. Sums in another order differ by less, an edited model by more.
+# Outputs of a model and its copy on the same device count as equal up to this difference, as a
+# fraction of their norm. Sums in another order differ by less, an edited model by more.
 SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# Do not compare outputs that differ by less than this between two images: they are alike for other
-# networks, too. A detector may find no boxes, or the signal vanishes in an untrained network.
+# Do not compare outputs if two images give outputs that differ by less than this: a different
+# network might give the same. Examples: a detector finds no boxes, or the signal vanishes in an
+# untrained network.
 LEAST_VARIATION = 1e-4
 SAME_FOR_EVERY_IMAGE = "they are nearly the same for every image, as of some untrained networks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What loading a folder has shown: the saved model (both None), another one, or not known."""
+    """The result of loading a folder back; both fields are None if it gives the saved model."""
 
     difference: str | None = None  # how the loaded model differs from the saved one
     not_compared: str | None = None  # why outputs were not compared; names and shapes agree
 
 
 def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> Comparison:
-    """Load a folder, and compare what it loads with the model that was saved.
+    """Load a folder, and compare the loaded model with the model that was saved.
 
     Args:
-        model: The model that was saved. Its parameters have their values again at the end.
+        model: The model that was saved. Its parameters change for a while, and are restored.
         folder: The folder.
         stored: The summary of the model's outputs.
 
     Raises:
-        CheckpointError: The file's tensors are not those that were written.
+        CheckpointError: The file's tensors differ from the tensors that were written.
     """
     opened = open_folder(folder)
     state = read_state(opened)
@@ -66,7 +67,7 @@ def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> 
 
 
 def _compare_outputs(loaded: Fingerprint, expected: Fingerprint) -> Comparison | None:
-    """Compare the outputs of a loaded model with the expected ones; None if they are the same."""
+    """Compare a loaded model's outputs with the expected outputs; None if they are the same."""
     if loaded.outputs is None:
         return Comparison(not_compared=f"rebuilt, it does not run ({loaded.reason})")
     deviation = fingerprint_deviation(loaded, expected)

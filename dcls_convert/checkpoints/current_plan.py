@@ -1,4 +1,4 @@
-"""The plan by which a model is built as it is now."""
+"""Update a plan so that it rebuilds the model in its present state."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,11 +21,11 @@ from ..weights.loading import differing_num_classes
 def with_current_args(
     plan: ConversionPlan, model: nn.Module, state: Mapping[str, Tensor]
 ) -> ConversionPlan:
-    """Return the plan with the arguments that build the network as it is now.
+    """Return the plan with the arguments that build the network in its present state.
 
-    Classes, input channels and pooling change with timm's `reset_classifier`, with
-    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, and with a new layer in the
-    place of the classifier or of the first convolution.
+    Classes, input channels and pooling may have changed: by timm's `reset_classifier`, by
+    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, or by a new layer in place
+    of the classifier or the first convolution.
     """
     source = plan.source
     if source is None or not source.is_from_registry:
@@ -45,12 +45,12 @@ def with_current_args(
     try:
         return plan_for_source(ModelSource(name=source.name, args=args), plan)
     except DclsConvertError:
-        # The library builds no such network. Keep the plan: loading back says what differs.
+        # Keep the plan if the library builds no such network: loading back says what differs.
         return plan
 
 
 def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments whose values differ between a model and a network of its plan."""
+    """Return the arguments whose values differ between a model and its plan's network."""
     own = stated_args(network)
     changed = {}
     for name, value in stated_args(model).items():
@@ -60,7 +60,7 @@ def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
 
 
 def _differing_channels(network: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """Return the input channels of a first convolution that differs from that of timm's network."""
+    """Return the input channels of the first convolution if its shape differs from timm's."""
     first = f"{(config_of(network) or {}).get('first_conv')}.weight"
     own = network.state_dict()
     if first not in own or first not in state or own[first].shape == state[first].shape:
@@ -113,7 +113,7 @@ def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
 def plan_without_source(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan for a network that only its user can build.
 
-    Its parameters are counted. If their number differs from the plan's, its MACs are not known.
+    The model's parameters are counted. If their number differs from the plan's, MACs are unknown.
     """
     own = replace(plan, model=None, model_args={})
     added = predict_report(plan).params.delta or 0

@@ -38,12 +38,12 @@ class Fingerprint(Record):
     """The output for one seeded random input, such as an image of normal random numbers."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the inputs
-    # Of each floating-point tensor in the output, in their order: its norm, then values at evenly
-    # spaced indices of the flattened tensor, including the first and the last. NaN and infinity
-    # count as 0. None if nothing can be compared.
+    # For each floating-point output tensor, in order: its norm, then values at evenly spaced
+    # indices of the flattened tensor, including the first and the last. NaN and infinity count as
+    # 0. None if nothing can be compared.
     outputs: Outputs | None
     reason: str | None  # why there are no outputs
-    unmuted: Outputs | None = None  # with larger values in place of small parameters, if it has any
+    unmuted: Outputs | None = None  # with small parameters made larger, if there are any
 
 
 NOT_CHECKED = Fingerprint(dtype="float32", outputs=None, reason="saved with check=False")
@@ -56,8 +56,8 @@ def take_fingerprint(model: nn.Module, inputs: InputSpec | None, *, seed: int = 
 
     Args:
         model: The model to run.
-        inputs: What forward takes; None if not known.
-        seed: Seed of the inputs; stored outputs are those of 0.
+        inputs: The arguments of forward; None if unknown.
+        seed: Seed of the inputs; stored outputs have seed 0.
     """
     dtype: Any = str(image_dtype(model)).removeprefix("torch.")
     outputs: Outputs = ()
@@ -87,11 +87,11 @@ def _run(model: nn.Module, inputs: InputSpec, seed: int) -> list[Tensor]:
 
 
 def set_precision_(model: nn.Module, stored: Fingerprint, state: Mapping[str, Tensor]) -> None:
-    """Give the model the dtypes with which stored outputs were computed.
+    """Convert the model to the dtypes in which the stored outputs were computed.
 
     Args:
         model: The model, in the dtypes of its library.
-        stored: States the dtype of images.
+        stored: The stored fingerprint, with the dtype of the inputs.
         state: The stored tensors.
     """
     if str(image_dtype(model)) != f"torch.{stored.dtype}":
@@ -103,7 +103,7 @@ def set_precision_(model: nn.Module, stored: Fingerprint, state: Mapping[str, Te
 
 
 def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
-    """Return the largest `relative_error` of an output; infinity if they cannot be compared."""
+    """Return the largest `relative_error` of an output; infinity if outputs are not comparable."""
     new_outputs = current.outputs or ()
     old_outputs = stored.outputs or ()
     if stored.unmuted is not None:

@@ -1,4 +1,4 @@
-"""A folder that dcls-convert wrote: the names of its files, and what its config.json says.
+"""A folder that dcls-convert wrote: the names of its files, and the contents of its config.json.
 
 Reading a folder runs no code, and imports no torch.
 """
@@ -27,7 +27,7 @@ PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
 METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
 PROVENANCE = "provenance"  # under METADATA_KEY in config.json
-# Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
+# Entries that timm's own savers write beside `pretrained_cfg`; they override entries in it.
 OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 
 
@@ -38,11 +38,11 @@ class OpenedFolder:
     folder: Path
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
-    # What the model takes, from the plan; without one, from `pretrained_cfg`.
+    # Inputs of the model, from the plan or, without a plan, from `pretrained_cfg`.
     inputs: InputSpec | None
     pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
-    provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
-    is_ours: bool  # whether this package wrote the config, and no other program over it
+    provenance: dict[str, Any] | None  # None if parts were converted one by one
+    is_ours: bool  # whether this package was the last to write the config
 
     @property
     def weights_path(self) -> Path:
@@ -54,7 +54,7 @@ class OpenedFolder:
         """The plan.
 
         Raises:
-            CheckpointError: The folder has none.
+            CheckpointError: The folder has no plan.
         """
         if self.stored_plan is None:
             raise CheckpointError(
@@ -65,9 +65,9 @@ class OpenedFolder:
 
     @property
     def stated_size(self) -> tuple[int, ...] | None:
-        """Size of an image, as `pretrained_cfg` states it, or else the plan; None for other inputs.
+        """Size of an image, from `pretrained_cfg` or else the plan; None for other inputs.
 
-        A network may have been trained at another size than that of its plan.
+        A network may have been trained at another size than its plan's.
         """
         size = self.plan.input_size
         stated = _stated_size(self.pretrained_cfg)
@@ -79,7 +79,7 @@ class OpenedFolder:
         """Return the source of the unconverted model, after checking that it may be built.
 
         Raises:
-            CheckpointError: The folder does not name it.
+            CheckpointError: The folder names no source.
             ModelError: Building it would run code that is not trusted.
         """
         if self.stored_source is None:
@@ -102,8 +102,8 @@ def open_folder(folder: str | Path) -> OpenedFolder:
     """Read and check a folder's config.json.
 
     Raises:
-        CheckpointError: There is no folder, or no valid config in it, or a file that is read from
-            it is a link to a file elsewhere.
+        CheckpointError: There is no folder or no valid config in it, or one of its files is a link
+            to another place.
     """
     folder = Path(folder)
     path = check_folder(folder) / CONFIG
@@ -148,10 +148,11 @@ def open_folder(folder: str | Path) -> OpenedFolder:
 
 
 def _check_links(folder: Path) -> None:
-    """Refuse (CheckpointError) links out of a folder, in place of the files that are read from it.
+    """Refuse (CheckpointError) a folder if a file to read is a link to a place outside of it.
 
-    Messages about an unreadable file quote it, and a link could make them quote any file of the
-    user's. In the cache of a hub, files below `snapshots` are links into `blobs` beside it.
+    Error messages quote the start of an unreadable file, so a link could make them quote any file
+    of the user's. Links below `snapshots` may lead into `blobs` beside it, as in the cache of a
+    hub.
     """
     real_folder = Path(os.path.realpath(folder))
     allowed = [real_folder]
@@ -176,7 +177,7 @@ def _stated_size(pretrained_cfg: Mapping[str, object]) -> tuple[int, ...] | None
 
 
 def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry `pretrained_cfg`, with what overrides it elsewhere in the config."""
+    """Return the entry `pretrained_cfg`, updated by the config's OVERRIDING_ENTRIES."""
     stated = config.get("pretrained_cfg")
     cfg = dict(stated) if isinstance(stated, dict) else {}
     for name in OVERRIDING_ENTRIES:

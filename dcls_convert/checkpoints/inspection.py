@@ -31,14 +31,15 @@ class PositionRow:
     layers: tuple[str, ...]
     kernel_count: int
     dilated_size: tuple[int, ...]
-    grow: tuple[Grow, ...]  # along each axis; empty if to both sides along all
+    grow: tuple[Grow, ...]  # along each axis; empty if all grow to both sides
     dense_axes: tuple[int, ...]
     interpolation: str
     kernels: int  # per layer; each cell along the dense axes counts as a kernel of its own
     elements: int  # per layer
     border_share: float
     overlap_share: float
-    # From the window's centre or, where it grows to one side, from the old kernel's:
+    # Spread and distance count from the window's centre or, if the window grows to one side, from
+    # the old kernel's.
     spread: tuple[float, ...]  # root mean square along each learnt axis
     mean_distance: float
     mean_sigma: float | None
@@ -50,7 +51,7 @@ class PositionRow:
 class Inspection(Record):
     """Statistics of all positions of a folder, and how it was converted, if that is known.
 
-    `dcls-convert inspect` shows it.
+    The command `dcls-convert inspect` shows an inspection.
     """
 
     format: int = 1
@@ -63,7 +64,7 @@ class Inspection(Record):
 
     @property
     def elements(self) -> int:
-        """Number of elements with a position of their own; those of a tie group count once."""
+        """Number of distinct elements; elements that tied layers share count once."""
         return sum(row.elements for row in self.positions)
 
     def mean_over_elements(self, name: str) -> float:
@@ -107,8 +108,8 @@ def inspect_state(
         start: The folder from which its training started, to say how far elements moved.
 
     Raises:
-        CheckpointError: The model is folded, a tensor does not fit the plan, or the start has other
-            positions.
+        CheckpointError: The model is folded, a tensor does not fit the plan, or the start's
+            positions do not fit.
     """
     plan = plan_with_positions(opened)
     start_positions = None if start is None else _positions_of_start(start)
@@ -130,7 +131,7 @@ def inspect_state(
 
 
 def _positions_of_start(start: OpenedFolder) -> dict[str, Tensor]:
-    """Return the positions of a folder, from the centres of the old kernels, by their names."""
+    """Return the start's positions by name, measured from the centres of the old kernels."""
     state = read_state(start)
     positions = {}
     for first, *_ in position_groups(plan_with_positions(start).layers):
@@ -141,7 +142,7 @@ def _positions_of_start(start: OpenedFolder) -> dict[str, Tensor]:
 
 
 def _describe_misfit(layer: LayerPlan, name: str, tensor: Tensor | None) -> str | None:
-    """Say why there are no statistics of a stored tensor; None if there are."""
+    """Say why statistics of a stored tensor cannot be computed; None if they can."""
     if tensor is None:
         return f"{name} is missing"
     if tuple(tensor.shape) != layer.position_shape:
@@ -154,7 +155,7 @@ def _row(
     state: Mapping[str, Tensor],
     start: Mapping[str, Tensor] | None,
 ) -> PositionRow:
-    """Compute the statistics of the positions that some layers share; the first has them."""
+    """Compute the statistics of positions that layers share; the first layer owns them."""
     first = layers[0]
     tensors = {attribute: state[name] for attribute, name in first.position_names.items()}
     positions = tensors["positions"]

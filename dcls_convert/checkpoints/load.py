@@ -30,8 +30,8 @@ def load_converted(
 ) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights.
 
-    The model is in training mode, as one from `timm.create_model` is: call `eval()` before using
-    it. A given model stays in its mode.
+    The loaded model is in training mode, like timm's models: call `eval()` before using it. If you
+    give `model`, its mode does not change.
 
     A folder is data: unless `model` or `trust_code` is given, it must name a model of timm or
     torchvision, and none of the user's own code is run.
@@ -64,7 +64,7 @@ def load_state(
     model: nn.Module | None,
     trust_code: bool,
 ) -> nn.Module:
-    """Load tensors of a folder into its model; the other arguments are those of `load_converted`.
+    """Load tensors of a folder into its model; `model` and `trust_code` as in `load_converted`.
 
     Without a plan, timm builds the model by itself.
     """
@@ -82,7 +82,7 @@ def load_state(
         with unchanged_on_failure(network):
             place_(network)
             load_weights_(network, state, where)
-    # What is saved from the network then has the folder's preprocessing, classes and origin.
+    # Attach the folder's preprocessing, classes and origin, so that saving again keeps them.
     replace_stated_cfg_(network, opened.pretrained_cfg)
     attach_provenance_(network, opened.provenance)
     return network if model is None else model

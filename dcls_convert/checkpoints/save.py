@@ -65,39 +65,40 @@ def save_converted(
 ) -> Path:
     """Write a converted model as a folder, load it back, and compare; return the folder's path.
 
-    timm loads the folder once `dcls_convert` is imported. What loading builds is compared with the
-    model: names, shapes, and outputs for a random image of the plan's input size. If they differ,
-    because the model got another activation after its conversion for example, it is saved as the
-    user's own network, with a warning that says how to load it. This takes the memory of one more
-    copy of the model, on its device, the time to read it, and three forward passes of one image,
-    or six if a parameter is nearly zero.
+    timm loads the folder once `dcls_convert` is imported. The model that loading builds is compared
+    with the given model: names, shapes, and outputs for a random image of the plan's input size. If
+    they differ, for example because the model got another activation after its conversion, the
+    model is saved as the user's own network, with a warning that says how to load it. The
+    comparison takes the memory of one more copy of the model on its device, the time to read it,
+    and three forward passes of one image, or six if a parameter is nearly zero.
 
     Args:
         model: Converted by `apply_plan_(model, plan)`; its positions are clamped to their windows.
             May be wrapped (`torch.compile`, DataParallel, DDP, averaged copies).
-        plan: The plan that was carried out, or the folder from which the model was
-            loaded. The model may have another number of classes than the plan's.
+        plan: The plan that was carried out, or the folder from which the model was loaded. The
+            model's number of classes may differ from the plan's.
         folder: Folder to write. It must not exist, unless `force` is set; `check_output` checks
             this before a training.
-        report: The model's report, with its errors; by default, the plan's report.
+        report: The model's report, with the layers' errors; by default, the plan's report.
         force: Replace an existing folder of ours. Anything else in the way is never touched.
         check: Load the folder back and compare; store outputs for `dcls-convert verify`. If False,
             none of the model's code runs, and the folder says so.
         source: What builds the unconverted network, such as "torchvision:resnet50". timm's models
-            state it themselves; without it, any other model is the user's own.
+            state their source themselves; any other model without a source is saved as the user's
+            own.
         picture: A PNG to add as positions.png; the model card shows it.
 
     Raises:
-        CheckpointError: The model's layers are not those of the plan, its state dict lacks a
-            parameter, a value is not finite, or the folder cannot be written. An existing folder is
-            then unchanged.
+        CheckpointError: The model's layers differ from the plan, its state dict lacks a parameter,
+            a value is not finite, or the folder cannot be written. An existing folder is then
+            unchanged.
         ModelError: There is no such source.
     """
     check_argument("model", model, nn.Module)
     check_output(folder, force=force)
     folder = Path(folder)
     model = inside_wrappers(model)
-    plan, state = _as_it_is(model, plan, source)
+    plan, state = _current_plan_and_state(model, plan, source)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
     name = folder.resolve().name
     notes: list[str] = []
@@ -132,10 +133,10 @@ def save_just_converted(
     force: bool,
     picture: bytes | None = None,
 ) -> None:
-    """Write a model that was just converted, or just folded, so that it cannot have been edited.
+    """Write a model that was converted or folded just now.
 
-    The arguments are those of `save_converted`; the report has the plan. The folder is not loaded
-    back.
+    The folder is not loaded back, because the model cannot have been edited since. The arguments
+    are as in `save_converted`; the report has the plan.
 
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.
@@ -148,12 +149,12 @@ def save_just_converted(
         write_weights(partial, state, fingerprint)
 
 
-def _as_it_is(
+def _current_plan_and_state(
     model: nn.Module, plan: ConversionPlan | str | Path, source: str | None
 ) -> tuple[ConversionPlan, dict[str, Tensor]]:
-    """Return the plan by which a model is built as it is now, and its state dict.
+    """Return the plan that rebuilds the model in its present state, and the state dict.
 
-    The arguments and the errors are those of `save_converted`.
+    The arguments and errors are as in `save_converted`.
     """
     is_saved = isinstance(plan, str | Path)
     if isinstance(plan, str | Path):
@@ -173,7 +174,7 @@ def _as_it_is(
 
 
 def _notes_of_comparison(plan: ConversionPlan, comparison: Comparison) -> Iterator[str]:
-    """Yield what to say of a folder that was loaded back; nothing if it is the model."""
+    """Yield notes for the user about a folder that was loaded back; none if it is the model."""
     if comparison.difference is not None:
         yield (
             f"the model is no longer {plan.model} with its plan: {comparison.difference}. It is "

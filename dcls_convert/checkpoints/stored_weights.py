@@ -1,4 +1,4 @@
-"""The weights file of a folder: the stamp in it, and reading it."""
+"""Read the weights file of a folder, and the stamp in its header."""
 
 import contextlib
 import hashlib
@@ -75,7 +75,7 @@ def read_state(opened: OpenedFolder) -> dict[str, Tensor]:
     """Read all tensors of a folder's weights file.
 
     Raises:
-        CheckpointError: The file cannot be read, or its tensors are not those of its hash.
+        CheckpointError: The file cannot be read, or its tensors do not match the stored hash.
     """
     torch_file = opened.folder / TORCH_WEIGHTS
     if torch_file.exists() and not opened.weights_path.exists():
@@ -95,21 +95,21 @@ def check_tensors(opened: OpenedFolder, state: Mapping[str, Tensor]) -> None:
         return
     if not opened.is_ours:
         raise CheckpointError(
-            f"{opened.weights_path}: another program wrote {CONFIG} after these weights; if it "
-            "has tuned the model, its weights are in another file"
+            f"{opened.weights_path}: another program wrote {CONFIG} after these weights; if "
+            "that program trained the model, the new weights are in another file"
         )
     # This takes about as long as reading the tensors.
     if stamp.tensors != tensors_hash(state.items()):
         raise CheckpointError(
-            f"{opened.weights_path}: its tensors are not those that were written; "
-            "it is damaged or was changed"
+            f"{opened.weights_path}: its tensors differ from the tensors that were "
+            "written; the file is damaged or was changed"
         )
 
 
 def why_not_our_folder(path: Path) -> str | None:
-    """Say why a path is no folder of dcls-convert and must not be replaced; None if it is one.
+    """Say why a path must not be replaced by a folder; None if it may be.
 
-    An empty folder may be replaced, too.
+    A folder that dcls-convert wrote, or an empty one, may be replaced.
     """
     if path.is_symlink():
         return "is a link, not a folder"
@@ -126,7 +126,7 @@ def why_not_our_folder(path: Path) -> str | None:
 
 
 def _was_written_by_dcls_convert(folder: Path) -> bool:
-    """True if the weights or the config say so; one of the two may be damaged."""
+    """True if the weights file or the config says so; the other may be damaged."""
     with contextlib.suppress(CheckpointError):
         if read_stamp(folder / WEIGHTS) is not None:
             return True

@@ -65,8 +65,8 @@ def create_converted(
     if pretrained:
         opened = open_folder(_weights_folder(cfg, cache_dir))
         weights = read_state(opened)
-        # timm draws a random classifier if the model has another number of classes than this. So
-        # take the number with which the config builds the model, not one that was edited elsewhere.
+        # Take the number of classes from `model_args`, not from an edited entry elsewhere: if the
+        # model has another number, timm draws a random classifier.
         classes = (pretrained_model_args or {}).get("num_classes", cfg["num_classes"])
         weights_cfg = {**cfg, "num_classes": classes}
         finish_ = partial(
@@ -77,7 +77,7 @@ def create_converted(
     if features_only and not stored.model_args.get("features_only"):
         model = build_features(source, finish_)
     else:
-        # Safe: `_checked_plan` has checked the folder's arguments. The caller's may be any.
+        # Safe: `_checked_plan` has checked the folder's arguments; the caller's are trusted.
         model = build_model(source, seed=None, trust_code=True)
         finish_(model)
     set_pretrained_cfg_(model, {**cfg, "architecture": TIMM_ARCHITECTURE})
@@ -87,7 +87,7 @@ def create_converted(
 
 
 def _checked_plan(plan: Mapping[str, Any] | None, args: Mapping[str, Any]) -> ConversionPlan:
-    """Return the plan; refuse (ModelError) one that timm cannot build, or cannot build safely."""
+    """Return the plan; refuse (ModelError) a model that timm cannot build, or not safely."""
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
@@ -107,7 +107,7 @@ def _checked_plan(plan: Mapping[str, Any] | None, args: Mapping[str, Any]) -> Co
 def _source(
     plan: ConversionPlan, kwargs: Mapping[str, Any], cfg: Mapping[str, Any], *, features_only: bool
 ) -> ModelSource:
-    """Return what builds the base model, with the caller's arguments."""
+    """Return the source of the base model, with the caller's arguments."""
     assert plan.model is not None
     args = dict(kwargs)
     if plan.model.startswith("timm:"):
@@ -119,8 +119,8 @@ def _source(
     return ModelSource(name=plan.model, args=args)
 
 
-def _layers_of(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """Return the plan; for an extractor, without the layers after its last feature."""
+def _plan_for(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan; for an extractor, without layers after the last feature."""
     if not is_extractor(model):
         return plan
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -131,7 +131,7 @@ def _initialise_(model: nn.Module, *, plan: ConversionPlan) -> None:
     """Place the plan's layers with random values, as in timm's own models without weights."""
     from ..conversion.apply_plan import apply_plan_  # imports all of `starts`
 
-    plan = _layers_of(model, plan)
+    plan = _plan_for(model, plan)
     if plan.layers:
         apply_plan_(model, plan, init="random", generator=torch.default_generator)
 
@@ -157,7 +157,7 @@ def _load_(
     """
     from timm.models import load_pretrained
 
-    place_stored_plan_(model, _layers_of(model, plan))
+    place_stored_plan_(model, _plan_for(model, plan))
     if plan.source is None or plan.source.prefix != "timm":
         load_weights_(model, weights, WEIGHTS)
         return
@@ -193,9 +193,10 @@ def _weights_folder(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Pat
 
 
 def _complete_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return each tensor under all its names; for a feature extractor, only those that it has.
+    """Return each tensor under all its names; for a feature extractor, only its own tensors.
 
-    Raise if a tensor is missing: with another number of classes, timm does not check this itself.
+    Raise (CheckpointError) if a tensor is missing: timm does not check this if the number of
+    classes differs.
     """
     own = model.state_dict(keep_vars=True)
     complete = dict(state)

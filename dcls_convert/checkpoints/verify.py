@@ -1,4 +1,4 @@
-"""Verify a folder: load it, run it, and compare its outputs with those stored in it."""
+"""Verify a folder: load and run its model, and compare outputs with the stored outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def verify_folder(
         folder: The folder to check.
         model: The unconverted model, if only its user can build it; converted in place.
         trust_code: Whether to run the user's own code if the folder names it as its model.
-        notify: Called with what is being done.
+        notify: Called with the name of each step.
 
     Raises:
         CheckpointError: There is no folder. Problems inside a folder are reported as checks.
@@ -64,7 +64,7 @@ def verify_folder(
 
 
 def _outcome(checks: Sequence[Check]) -> bool | None:
-    """Return `Verification.ok`. Weights without a hash or outputs, as timm saves them, are ok."""
+    """Return `Verification.ok`. Weights without hash and outputs pass, as timm saves neither."""
     if any(check.ok is False for check in checks):
         return False
     if any(check.name == MODEL and check.ok is None for check in checks):
@@ -102,13 +102,13 @@ def _checks(
 
 
 def _problem(name: str, error: DclsConvertError, path: Path) -> Check:
-    """Return a failed check; its detail omits the path with which the message begins."""
+    """Return a failed check, without the path at the start of the error's message."""
     detail = str(error).removeprefix(str(path)).lstrip("/: ")
     return Check(name=name, ok=False, detail=detail)
 
 
 def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None) -> Check:
-    """Check that the tensors are those that were written."""
+    """Check the tensors by the hash in the stamp."""
     if stamp is None:
         detail = "not checked: another program wrote it, without a hash"
         return Check(name=WEIGHTS, ok=None, detail=detail)
@@ -122,7 +122,7 @@ def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stam
 def _compare_outputs(
     model: nn.Module, opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stamp | None
 ) -> Check:
-    """Compare the model's outputs with those stored beside the weights."""
+    """Compare the model's outputs with the outputs stored beside the weights."""
     if stamp is None:
         return Check(name="outputs", ok=None, detail="not checked: none are stored")
     stored = stamp.fingerprint

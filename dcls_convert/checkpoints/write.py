@@ -41,13 +41,13 @@ ORDINARY_TENSORS = (
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
-    """Clamp the model's positions; return its state dict, with the very tensors of the model.
+    """Clamp the model's positions; return its state dict, with the model's own tensors.
 
-    Wrappers inside the model, such as a compiled stage, leave no trace in the names.
+    The names omit wrappers inside the model, such as a compiled stage.
 
     Raises:
-        CheckpointError: An entry is not a tensor, has no values, or has some that are not finite;
-            or a parameter is missing, since the model's class overrides `state_dict`.
+        CheckpointError: An entry is not a tensor, has no values, or has NaN or infinity; or a
+            parameter is missing, because the model's class overrides `state_dict`.
     """
     state: dict[str, Any] = by_plain_name(model.state_dict(keep_vars=True).items())
     missing = by_plain_name(model.named_parameters()).keys() - state.keys()
@@ -109,8 +109,8 @@ def write_texts(
     Args:
         folder: The folder.
         name: The folder's final name.
-        model: The converted model, which knows how it was converted.
-        report: Of the plan by which the folder is loaded.
+        model: The converted model, with its provenance attached.
+        report: The report of the plan by which the folder is loaded.
         picture: A PNG to add; the model card shows it.
     """
     provenance = provenance_of(model)
@@ -138,8 +138,8 @@ def _write_text(path: Path, text: str) -> None:
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     """Return the contents of a config.json that timm can read.
 
-    It has `model_args` for this package's entry in timm's registry, and the preprocessing in
-    `pretrained_cfg`.
+    `model_args` are for this package's entry in timm's registry; `pretrained_cfg` has the
+    preprocessing.
     """
     cfg = {}
     for key, value in (config_of(model) or {}).items():
@@ -148,7 +148,7 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     classes = plan.model_args.get("num_classes", getattr(model, "num_classes", None))
     if isinstance(classes, int):
         cfg["num_classes"] = classes
-    if plan.input_size is not None:  # the user may have stated another size since
+    if plan.input_size is not None:  # the plan's channels, the model's stated sides
         cfg["input_size"] = [plan.input_size[0], *cfg.get("input_size", plan.input_size)[1:]]
     return {
         "architecture": TIMM_ARCHITECTURE,

@@ -37,7 +37,7 @@ from ..text import count_text, did_you_mean, one_line, range_text, shortened
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
 # Each status, with the style of its rows.
 STATUS_STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
-MODELS_PER_WORKER = 8  # for fewer, a worker's import of torch takes too long
+MODELS_PER_WORKER = 8  # at least; fewer would not pay for a worker's import of torch
 MAX_REASON = 300  # characters of an exception's message
 MAX_KINDS = 4  # number of kinds of convolutions that a row lists if nothing matches
 
@@ -51,7 +51,8 @@ class ModelRow:
     reason: str | None = None  # why the status is not "planned"; one line
     input_size: tuple[int, ...] | None = None
     rules: str | None = None  # file or name
-    # Kind and size of convolutions -> their number, most frequent first: "depthwise 7x7" -> 18.
+    # Kind and size of convolutions -> number of convolutions, most frequent first: "depthwise 7x7"
+    # -> 18.
     convolutions: dict[str, int] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)  # how many of them would be replaced
     # Reason -> number of convolutions that a rule matches, but which stay as they are.
@@ -66,16 +67,16 @@ class ModelRow:
 def names_matching(pattern: str) -> list[str]:
     """Return the names in both registries that match a shell pattern.
 
-    The pattern is for a whole name, with or without the registry's prefix. If no such name exists,
-    it is for a part of names.
+    The pattern must match a whole name, with or without the registry's prefix. If no name matches,
+    parts of names may match.
 
     Raises:
         ModelError: No name matches.
     """
     names = registry_names()
     pattern = pattern.lower()
-    whole = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"*:{pattern}")]
-    matching = whole or fnmatch.filter(names, f"*{pattern}*")
+    whole_names = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"*:{pattern}")]
+    matching = whole_names or fnmatch.filter(names, f"*{pattern}*")
     if not matching:
         bare_names = [name.partition(":")[2] for name in names]
         suggestion = did_you_mean(pattern.rpartition(":")[2].strip("*?["), bare_names, 3)
@@ -127,9 +128,9 @@ def survey(
 
 
 def _set_up_worker() -> None:
-    """Print nothing, not even from C, and leave Ctrl-C to the parent.
+    """Silence a worker, its C code included, and leave Ctrl-C to the parent.
 
-    A worker that an exception interrupts between two models may keep a lock of the pool for ever.
+    A worker that Ctrl-C interrupts between two models could hold a lock of the pool for ever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     null_device = os.open(os.devnull, os.O_WRONLY)
@@ -140,7 +141,7 @@ def _set_up_worker() -> None:
 def model_row(
     name: str, planning: PlanOptions, input_size: Sequence[int] | None = None
 ) -> ModelRow:
-    """Plan one model without its weights. If its code raises, the row says what."""
+    """Plan one model without its weights. An exception becomes the reason in the row."""
     row = ModelRow(name=name, status="planned")
     try:
         request = NetworkRequest(model=name, input_size=input_size)
@@ -169,7 +170,7 @@ def model_row(
 
 
 def _planned_row(row: ModelRow, plan: ConversionPlan, convs: ModelConvs) -> ModelRow:
-    """Return the row of a model, with what its plan changes."""
+    """Return the row of a model, completed with the changes that its plan makes."""
     report = predict_report(plan)
     replaced: Counter[str] = Counter()
     for layer in plan.layers:
@@ -197,7 +198,7 @@ def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     for row in rows:
         table.add(
             row.name,
-            _replaced(row),
+            _replaced_text(row),
             range_text(row.kernel_counts),
             short_before_after(row.params),
             short_before_after(row.macs),
@@ -238,14 +239,14 @@ def _status_counts(rows: Sequence[ModelRow]) -> dict[str, int]:
     return counts
 
 
-def _replaced(row: ModelRow) -> str:
+def _replaced_text(row: ModelRow) -> str:
     """Return "18 depthwise 7x7 → 17x17", or say why nothing is replaced."""
     if row.status == "nothing matches":
-        kinds = _kinds(dict(list(row.convolutions.items())[:MAX_KINDS]))
+        kinds = _kinds_text(dict(list(row.convolutions.items())[:MAX_KINDS]))
         return f"nothing; it has {kinds or 'no convolution at all'}"
     if row.status != "planned":
         return f"{row.status}: {row.reason}"
-    replaced = f"{_kinds(row.replaced)} → {range_text(row.dilated_sizes, size_text)}"
+    replaced = f"{_kinds_text(row.replaced)} → {range_text(row.dilated_sizes, size_text)}"
     if row.growth is not None:
         replaced += f" (+{row.growth})"
     if row.kept:
@@ -253,6 +254,6 @@ def _replaced(row: ModelRow) -> str:
     return replaced
 
 
-def _kinds(kinds: dict[str, int]) -> str:
+def _kinds_text(kinds: dict[str, int]) -> str:
     """Return "18 depthwise 7x7, 3 dense 3x3"."""
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -1,4 +1,4 @@
-"""Compare windows, and counts or budgets, of one network, and recommend the window of "auto"."""
+"""Compare windows, with counts or budgets, for one network; recommend the window of "auto"."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
 CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 RECOMMENDED = ">"  # in front of the recommended row
 WHY = (
-    f"It is what `auto` takes: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
+    f"`auto` takes this window: the largest growth that adds at most {MAX_ADDED_COST_PERCENT:g} % "
     f"to the MACs, makes no window larger than {MAX_WINDOW}, and lets at least half of the windows "
     "fit their maps, or else the smallest growth"
 )
@@ -79,9 +79,9 @@ class SweepRow:
 
     @property
     def window(self) -> str:
-        """ "17x17", or "7x7..9x9" for several windows; for a growth, "+4 (7x7..9x9)".
+        """The window as text: "17x17"; "7x7..9x9" for several; "+4 (7x7..9x9)" for a growth.
 
-        If nothing was planned, it is the requested size.
+        If nothing was planned, the requested size.
         """
         if self.asked is None:
             return "original"
@@ -112,7 +112,7 @@ class Sweep(Record):
     format: int = 1
     model: str
     input_size: tuple[int, ...] | None
-    macs_note: str | None = None  # why MACs are not known, or what they lack
+    macs_note: str | None = None  # why MACs are unknown, or what they omit
     rows: tuple[SweepRow, ...]
     choice: Recommendation
 
@@ -154,12 +154,12 @@ def sweep(
         progress: See `convert_`.
 
     Returns:
-        A row for each combination, the original first, and the recommended row: the one with the
-        window that `convert_` takes by default. It is shown as a table in notebooks and by `print`.
+        A row for each combination, the original first, and a recommendation: the row with the
+        window that `convert_` takes by default. Notebooks and `print` show a table.
 
     Raises:
         DclsConvertError: An argument does not fit; one line says which. A size that does not fit
-            does not raise, but is a row with the reason.
+            does not raise: its row has the reason.
     """
     sizes, counts, budgets = map(plain_numbers, (sizes, counts, budgets))
     for name, values in {"sizes": sizes, "counts": counts, "budgets": budgets}.items():
@@ -187,11 +187,11 @@ def make_sweep(
 
     Args:
         request: The network.
-        options: What is the same for all combinations.
+        options: The planning options that all combinations share.
         sizes, counts, budgets: See `sweep`.
         command: Returns the command line that converts with a combination.
-        notify: Called with what is being done.
-        note: Called with what the user should know.
+        notify: Called with the name of each step.
+        note: Called with each note for the user.
 
     Raises:
         CheckpointError: The weights already have elements.
@@ -237,8 +237,8 @@ def make_sweep(
 def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
     """Return CANDIDATE_COUNT windows for these kernels, each two cells larger than the previous.
 
-    If all kernels have one extent, the windows are sizes, from this extent on. Otherwise they are
-    growths, from "+2" on.
+    If all kernels have the same extent, the windows are sizes that begin with this extent.
+    Otherwise the windows are growths that begin with "+2".
     """
     extents: set[int] = set()
     for layer in layers:
@@ -283,7 +283,8 @@ def _row(
 def _recommend(rows: Sequence[SweepRow], auto_plan: ConversionPlan) -> Recommendation:
     """Recommend the row with the windows of "auto".
 
-    Of several counts or budgets, it is the largest that adds no parameters, or else the smallest.
+    If several rows have these windows, take the row with the most parameters that adds none, or
+    else the row with the fewest parameters.
     """
     same_windows = [row for row in rows if row.dilated_sizes == auto_plan.dilated_sizes]
     if not same_windows:

@@ -107,7 +107,7 @@ class Failure:
 def main() -> None:
     """Run the command line, print at most one line of error, and end the process."""
     arguments = sys.argv[1:]
-    # SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that what is half-written is removed.
+    # SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that half-written outputs are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # cp1252 has no arrows
@@ -124,7 +124,7 @@ def main() -> None:
     if failure is not None:
         console.error(failure.error)
         if "--json" in arguments:
-            with contextlib.suppress(OSError):  # stdout may be what failed
+            with contextlib.suppress(OSError):  # stdout itself may have failed
                 console.write(json.dumps(asdict(failure)) + "\n")
         code = failure.exit_code
     sys.exit(code or 0)
@@ -158,7 +158,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def _error_kind(error: DclsConvertError) -> str:
-    """Return the class as a word: OutputExistsError -> "output_exists"; "usage" for the base."""
+    """Return the error's class as a word: OutputExistsError -> "output_exists"; base -> "usage"."""
     if type(error) is DclsConvertError:
         return "usage"
     name = type(error).__name__.removesuffix("Error")
@@ -166,7 +166,7 @@ def _error_kind(error: DclsConvertError) -> str:
 
 
 def _parser_message(error: typer.TyperException) -> str:
-    """Return what typer says about the arguments, in one line that ends with the help command."""
+    """Return typer's message about the arguments in one line, with the help command at its end."""
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "dcls-convert"
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")

@@ -1,4 +1,4 @@
-"""Printing of all commands: results go to stdout, messages and progress to stderr.
+"""Print for all commands: results to stdout, messages and progress to stderr.
 
 Control characters in data are escaped.
 """
@@ -19,7 +19,7 @@ WIDTH_IN_A_FILE = 160  # columns of wide tables; most rows then fit on one line
 def show(*parts: RenderableType, wide: bool = False) -> None:
     """Print lines of text, tables, and whatever else rich can lay out.
 
-    Tables fit the terminal. In a file they have at least WIDTH_IN_A_FILE columns if `wide`.
+    Tables fit the terminal. In a file, `wide` tables have at least WIDTH_IN_A_FILE columns.
     """
     console = Console(highlight=False)
     if wide and not console.is_terminal:
@@ -41,7 +41,7 @@ def error(line: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print what the user should know, to stderr; this function is a `Note`."""
+    """Print a note for the user, to stderr; this function is a `Note`."""
     _message(f"note: {text}", style="yellow")
 
 
@@ -56,7 +56,8 @@ def steps(name: object, first: str = "", *, quiet: bool = False) -> Iterator[Not
     progress: contextlib.AbstractContextManager[Notify] = contextlib.nullcontext(ignore_messages)
     if not quiet:
         progress = show_progress(str(name), redirect=True)
-    # Models and their loaders may print to stdout, but what they print is not a result.
+    # Models and their loaders may print to stdout. Move these lines to stderr: they are not
+    # results.
     with contextlib.redirect_stdout(sys.stderr), progress as notify:
         if first:
             notify(first)
@@ -64,7 +65,7 @@ def steps(name: object, first: str = "", *, quiet: bool = False) -> Iterator[Not
 
 
 def _message(text: str, style: str) -> None:
-    """Print one line to stderr, above the bar of `steps`, to which only sys.stderr leads."""
+    """Print one line to stderr, above a progress bar. `steps` redirects sys.stderr for this."""
     console = Console(stderr=True, highlight=False)
     with console.capture() as captured:
         console.print(Text(printable(text), style=style), soft_wrap=True)

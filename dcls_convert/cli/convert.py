@@ -146,9 +146,9 @@ def convert(
 def _convert_and_save(
     request: "ConversionRequest", output: Path | None, *, picture: bool, force: bool, quiet: bool
 ) -> "Conversion":
-    """Convert, and write the folder, whose name is then in the report.
+    """Convert, write the folder, and put the folder's path into the report.
 
-    Without `output`, it gets its default name.
+    Without `output`, the folder gets its default name.
     """
     from ..output import check_figure_library
 
@@ -184,7 +184,7 @@ def _convert_and_save(
 
 
 def _with_converted_network(request: "ConversionRequest") -> "ConversionRequest":
-    """Return the request with the network itself, if MODEL is a folder that dcls-convert wrote."""
+    """Return the request with the loaded network if MODEL is a folder that dcls-convert wrote."""
     from ..checkpoints.folder import CONFIG, has_plan, open_folder
 
     name = str(request.network.model)
@@ -221,7 +221,7 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
 
 
 def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> str:
-    """Return the command that compares sizes for a network, or for what a folder converted."""
+    """Return the command that compares sizes for a network, or for a folder's original network."""
     from ..conversion.request import FROM_CONVERTED
 
     network = request.network
@@ -284,5 +284,5 @@ def _default_output(request: "ConversionRequest", prepared: "Prepared") -> Path:
         suffix = "-calibrated"
     path = Path(str(request.network.model).rpartition(":")[2])  # without the registry
     if start_name == FROM_CONVERTED:
-        path = path.resolve()  # of "."
+        path = path.resolve()  # "." has no name
     return Path(f"{path.name}-dcls{size}{counts}{suffix}")

@@ -1,4 +1,4 @@
-"""How a command line is read before typer reads it: the command `convert` need not be named."""
+"""Prepare a command line for typer: the command `convert` need not be named."""
 
 import difflib
 from pathlib import Path
@@ -9,14 +9,14 @@ from typer.core import TyperGroup
 from ..errors import DclsConvertError
 
 DEFAULT_COMMAND = "convert"
-KEYWORDS_OPTION = "--model-kwargs"  # takes one value or several
+KEYWORDS_OPTION = "--model-kwargs"  # may be followed by several values
 
 
 class Commands(TyperGroup):
     """The commands, of which the default one need not be named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name the command that is meant.
+        """Insert the default command if no command is named.
 
         Raises:
             DclsConvertError: The first argument is nearly a command's name.

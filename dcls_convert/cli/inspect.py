@@ -1,4 +1,4 @@
-"""`dcls-convert inspect`: where a converted network's elements are."""
+"""`dcls-convert inspect`: show where a converted network's elements are."""
 
 from collections.abc import Sequence
 from pathlib import Path

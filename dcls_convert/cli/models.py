@@ -1,4 +1,4 @@
-"""`dcls-convert models`: what a conversion would do to many models."""
+"""`dcls-convert models`: show what a conversion would do to many models."""
 
 from typing import Annotated
 

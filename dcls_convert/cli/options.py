@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have, with their help.
+"""Options and arguments that several commands share, with their help.
 
 Imports no torch: --help reads this file.
 """

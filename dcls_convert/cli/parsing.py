@@ -1,6 +1,6 @@
-"""Read the values of options that are neither a word, a plain number nor a path.
+"""Parse option values that are more than a word, a plain number or a path.
 
-typer puts the option in front of the message of a ValueError.
+The functions raise ValueError; typer puts the option's name before its message.
 """
 
 import ast
@@ -80,8 +80,8 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 def parse_keywords(texts: Sequence[str] | None) -> dict[str, Any] | None:
     """Parse ["ls_init_value=0.1", "norm=none"] into {"ls_init_value": 0.1, "norm": "none"}.
 
-    As in timm's own scripts, a value is a Python literal or, if it is not one, text. Tuples become
-    lists, because folders store the values as JSON.
+    As in timm's own scripts, a value is read as a Python literal or, if that fails, as text. Tuples
+    become lists, because folders store the values as JSON.
 
     Raises:
         DclsConvertError: A text is not KEY=VALUE, or JSON cannot store the value.

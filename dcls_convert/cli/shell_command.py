@@ -1,4 +1,4 @@
-"""Write commands as a user would type them."""
+"""Write the command lines that a user would type."""
 
 import shlex
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ def shell_command(
 ) -> str:
     """Return a command for a network that can be pasted into a shell.
 
-    It has the options that `convert` and `sweep` share, and more, by the names of their parameters.
+    The command has the options that `convert` and `sweep` share, and those in `more`.
 
     Args:
         network: A network that has a name.
-        planning: What to plan.
+        planning: The planning options.
         command: A command other than the default one, such as "sweep".
-        more: Values of further options. None, False and "auto" are left out.
+        more: Values of further options, by parameter name. None, False and "auto" are left out.
     """
     from ..planning.plan_options import PlanOptions
 
@@ -51,14 +51,14 @@ def shell_command(
         if isinstance(value, Mapping):
             words += [f"{key}={_literal(entry)}" for key, entry in value.items()]
         elif isinstance(value, list | tuple):
-            words.append(size_text(value))  # or a window
+            words.append(size_text(value))  # an input size or a window
         elif value is not True:
-            words.append(str(getattr(value, "source", value)))  # of a rule set, its name or file
+            words.append(str(getattr(value, "source", value)))  # a rule set's name or file
     return shlex.join(words)
 
 
 def _literal(value: Any) -> str:
-    """Return the text that is parsed into this value: Python, or a bare word."""
+    """Return the text that is parsed into a value: a Python literal, or a bare word."""
     if isinstance(value, str) and value.isidentifier() and value not in ("None", "True", "False"):
         return value
     return repr(value)

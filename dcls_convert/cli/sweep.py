@@ -1,4 +1,4 @@
-"""`dcls-convert sweep`: sizes and counts side by side, and the command of the recommended size."""
+"""`dcls-convert sweep`: compare sizes and counts, and print the recommended command."""
 
 import functools
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +63,7 @@ def sweep_command(
 ) -> None:
     """Compare windows, and counts or budgets, by parameters and MACs.
 
-    One row each; the last line is the command for the recommended size.
+    Each combination has a row; the last line is the command for the recommended size.
     """
     from ..conversion.request import NetworkRequest
     from ..planning.plan_options import PlanOptions
@@ -104,7 +104,7 @@ def sweep_command(
 
 
 def _command(network: "NetworkRequest", planning: "PlanOptions", combination: "Combination") -> str:
-    """Return the command that converts as a row of the sweep does."""
+    """Return the command that converts with a row's combination."""
     budget = None
     if combination.budget is not None:
         budget = f"{combination.budget:.12g}%"

@@ -1,4 +1,4 @@
-"""`dcls-convert verify`: whether a folder is whole."""
+"""`dcls-convert verify`: check that a folder is complete and undamaged."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

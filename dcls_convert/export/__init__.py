@@ -1,4 +1,4 @@
-"""Fold a folder and write it in other formats.
+"""Fold the model of a folder, and write it in other formats.
 
-Outputs are compared with the folder's before a file or folder gets its final name.
+The written model must give the outputs of the folder's model before it gets its final name.
 """

@@ -59,7 +59,7 @@ def fold_folder(
             name it. Its code is imported and run.
         force: Replace an earlier output.
         trust_code: Import and run the code that the folder names as its model.
-        notify: Called with what is being done.
+        notify: Called with the name of each step.
 
     Raises:
         DclsConvertError: The model cannot be folded or written, or its outputs would change.
@@ -95,7 +95,7 @@ def fold_folder(
 
 
 def _load(opened: OpenedFolder, model: str | None, *, trust_code: bool) -> nn.Module:
-    """Load the folder, into the network that is named as the unconverted one, if any."""
+    """Load the folder; `model` names the unconverted network, or is None."""
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
@@ -104,7 +104,7 @@ def _load(opened: OpenedFolder, model: str | None, *, trust_code: bool) -> nn.Mo
 
 
 def _fold_(network: nn.Module, inputs: InputSpec, folder: Path) -> tuple[Any, float]:
-    """Fold a network; return its outputs before that, and the relative error of those after."""
+    """Fold a network; return its outputs before folding, and their relative error after it."""
     arguments = arguments_for(network, inputs)
     try:
         outputs = run_model(network, arguments, f"{folder}: its model")
@@ -127,12 +127,12 @@ def _check_packages(format: FormatName) -> None:
 
 
 def _check_inputs(opened: OpenedFolder, input_size: Sequence[int] | None) -> InputSpec:
-    """Return the inputs. Raise if there are none, or if they are too large to compare outputs."""
+    """Return the inputs on which to compare outputs; refuse unknown or too large inputs."""
     inputs = opened.plan.inputs
     if input_size is not None:
         if opened.plan.input_size is None or inputs is None:
             inputs = image_inputs(input_size)
-        inputs = (replace(inputs[0], shape=(1, *input_size)),)  # in the range of the plan's
+        inputs = (replace(inputs[0], shape=(1, *input_size)),)  # keeps the plan's range of values
     if inputs is None:
         raise CheckpointError(
             f"{opened.folder}: its plan states no inputs, so its outputs cannot be compared; "

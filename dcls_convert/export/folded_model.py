@@ -33,9 +33,9 @@ class ExportReport(Record):
     format: int = 1  # of this record
     checkpoint: str  # the folder
     output: str
-    data_file: str | None = None  # with the weights, if they do not fit into an ONNX file
+    data_file: str | None = None  # has the weights, if they do not fit into an ONNX file
     kind: OutputFormat
-    relative_error: float  # of the outputs; the larger of the errors of folding and of the format
+    relative_error: float  # of the outputs: the larger of folding's and the format's
     loading: str  # lines of Python that load the output
     layers: int
     params_before: int
@@ -54,7 +54,7 @@ class FoldedModel:
     opened: OpenedFolder  # from which the model was loaded
     input_size: tuple[int, ...] | None  # of one image; None for other inputs
     inputs: InputSpec
-    outputs: Any  # for `arguments_for` these inputs, computed before folding
+    outputs: Any  # for the inputs' `arguments_for`, computed before folding
     relative_error: float  # of folding
     params_before: int  # before folding
     output: Path
@@ -109,7 +109,7 @@ def run_model(model: Callable[..., Any], arguments: Arguments, subject: str) -> 
 
 
 def root_cause(error: BaseException) -> str:
-    """Return the root cause as text: exporters wrap errors in long advice to the model's author."""
+    """Return the root cause as text, because exporters wrap it in long advice to authors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {shortened(one_line(error), 200)}"

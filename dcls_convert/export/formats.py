@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 FormatName = Literal["timm", "onnx", "pt2"]
-# What was written: a file, or a folder that timm loads by itself, or one that needs this package.
+# Kind of output: a file, a folder that timm loads by itself, or a folder that needs this package.
 OutputFormat = Literal["onnx", "pt2", "stock timm", "dcls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """One format: what is written, and by what."""
+    """An export format: the kind of output, and the function that writes it."""
 
-    # What its file is, in words; empty if a folder is written, which `ExportReport.kind` describes.
+    # Noun for the file, in messages. Empty for a folder, which `ExportReport.kind` describes.
     file: str
     # End of the default output's name. Every output of a file format must end in it.
     suffix: str
-    # "module:function", as it imports torch; from a FoldedModel to an ExportReport.
+    # "module:function", by name because it imports torch. It turns a FoldedModel into an
+    # ExportReport.
     writer: str
-    packages: tuple[str, ...] = ()  # what it needs besides the requirements; of the extra `export`
+    packages: tuple[str, ...] = ()  # needed in addition; in the extra `export`
 
 
 FORMATS: dict[FormatName, Format] = {

@@ -154,25 +154,28 @@ def _write_file(
 
 
 def _export(folded: FoldedModel) -> tuple[ExportedProgram, int | None]:
-    """Export for any number of images or, if that number is fixed, for one.
+    """Export for any batch size or, if the network's code fixes it, for one image.
 
     Returns:
         The program, and the only batch size that it takes; None if it takes any.
     """
     program = None
     if have_batch_axis(folded.inputs):
-        # Not 1, which torch.export takes for a constant, nor the number with which the file is run.
-        some = arguments_for(folded.model, folded.inputs, 2)
+        # Export with two images: torch.export takes 1 for a constant, and the file is then run with
+        # another number, to show that it takes any.
+        two_images = arguments_for(folded.model, folded.inputs, 2)
         shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-        for tensor in some.tensors():
+        for tensor in two_images.tensors():
             shapes[tensor] = {0: torch.export.Dim.AUTO}
-        dynamic = shapes.dynamic_shapes(folded.model, some.args, some.kwargs)
-        program = torch.export.export(folded.model, some.args, some.kwargs, dynamic_shapes=dynamic)
+        dynamic = shapes.dynamic_shapes(folded.model, two_images.args, two_images.kwargs)
+        program = torch.export.export(
+            folded.model, two_images.args, two_images.kwargs, dynamic_shapes=dynamic
+        )
     batch = None
-    if program is None or not program.range_constraints:  # the network's code fixes the number
+    if program is None or not program.range_constraints:  # the network's code fixes the batch size
         batch = 1
-        one = arguments_for(folded.model, folded.inputs, batch)
-        program = torch.export.export(folded.model, one.args, one.kwargs)
+        one_image = arguments_for(folded.model, folded.inputs, batch)
+        program = torch.export.export(folded.model, one_image.args, one_image.kwargs)
     # Stack traces would name this machine's source files.
     for graph in program.graph_module.modules():
         if isinstance(graph, torch.fx.GraphModule):

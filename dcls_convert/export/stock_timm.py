@@ -38,7 +38,7 @@ LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", p
 
 
 def write_timm_folder(folded: FoldedModel) -> ExportReport:
-    """Write a folder that timm loads alone, or one that needs this package if it cannot."""
+    """Write a folder that timm loads by itself or, if that is impossible, our own folder."""
     folded.notify("looking for timm's own arguments")
     model = folded.model
     plan = replace(folded.opened.plan, folded=True)
@@ -90,7 +90,7 @@ def _write_for_timm(
             source = ModelSource(name=f"local-dir:{partial}")
             # Safe: the folder names one of timm's own architectures, so no other code is run.
             loaded = build_model(source, pretrained=True, trust_code=True).eval()
-            # Equal shapes do not mean equal outputs, so the loaded model is run.
+            # Run the loaded model: equal shapes do not mean equal outputs.
             subject = f"timm's {timm_model}"
             outputs = run_model(loaded, arguments_for(loaded, folded.inputs), subject)
             return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
@@ -100,7 +100,7 @@ def _write_for_timm(
 def weights_on_meta_(model: nn.Module, path: Path) -> Iterator[None]:
     """Move the model's weights to the meta device, which frees memory for another model.
 
-    They are read from the file again only after a ModelError or a ComparisonError; otherwise the
+    After a ModelError or a ComparisonError, the weights are read back from the file; otherwise the
     model stays without values. A model with aliases keeps its values throughout.
     """
     if alias_names(model):
@@ -130,7 +130,7 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     parameters = inspect.signature(type(base).__init__).parameters
     arguments = [name for name in parameters if any(word in name for word in KERNEL_WORDS)]
     folded_shapes = shapes_of(model)
-    candidates: list[dict[str, Any]] = [{}]  # enough if the windows have the old kernels' size
+    candidates: list[dict[str, Any]] = [{}]  # enough if windows have the kernels' size
     for value in _candidate_sizes(base, plan):
         for argument in arguments:
             candidates.append({argument: value})
@@ -160,10 +160,10 @@ def _candidate_sizes(base: nn.Module, plan: ConversionPlan) -> Iterator[int | li
     for stage in dict.fromkeys(site.stage for site in sites):
         members = [site for site in sites if site.stage == stage]
         sides = set[int]().union(*(windows.get(site.name, ()) for site in members))
-        if not sides:  # nothing is converted here: keep the size of its depthwise kernels
+        if not sides:  # nothing converted: keep the depthwise size
             depthwise = [site for site in members if site.kind == "depthwise"]
             sides = set().union(*(site.kernel_size for site in depthwise))
-        if len(sides) != 1:  # no single size builds this stage
+        if len(sides) != 1:  # this stage needs several sizes
             return
         sizes += sides
     yield sizes

@@ -1,1 +1,1 @@
-"""The cost of a conversion, as data. It is counted here, once; views only format it."""
+"""Count the costs of a conversion once, as data; views only format these data."""

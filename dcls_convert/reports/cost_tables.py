@@ -1,4 +1,4 @@
-"""Tables of parameters and MACs before and after, of layers, stages and the whole model."""
+"""Tables of parameters and MACs before and after: by layer, by stage, and in total."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +20,7 @@ from .costs import (
 def cost_table(layers: Sequence[LayerPlan], *, by_stage: bool) -> Table:
     """Return a table with the kernels and costs of each stage, or of each layer.
 
-    A star marks parameters of a layer that include positions which other layers share.
+    A star marks a layer's parameters if they include positions that other layers share.
     """
     rows: dict[str, list[LayerPlan]] = {}
     for layer in layers:
@@ -70,9 +70,9 @@ def windows_text(layers: Sequence[LayerPlan]) -> str:
 
 
 def shown_error(layers: Sequence[LayerPlan]) -> str:
-    """Return the field with the error to show: after a calibration, that of the outputs.
+    """Return the name of the field with the error to show.
 
-    A calibration fits the outputs and not the kernels.
+    After a calibration, show the error of the outputs, because outputs were fitted and not kernels.
     """
     if any(layer.output_error is not None for layer in layers):
         return "output_error"
@@ -90,7 +90,7 @@ def _mean_of_known(errors: Iterable[float | None]) -> str:
 def model_table(params: Change, macs: Change, replaced: Change, params_untouched: int) -> Table:
     """Return a table with the parameters and MACs of the whole model.
 
-    `replaced` are the parameters of the layers, `params_untouched` those outside of them.
+    `replaced` counts the parameters of the layers, `params_untouched` all other parameters.
     """
     table = Table("Whole model", "Before", "After", "Change", "")
 

@@ -1,6 +1,6 @@
-"""What a conversion costs: counts before and after, of layers and of the whole model, and as text.
+"""Costs of a conversion: counts before and after, for layers and for the whole model, and as text.
 
-A text has all digits, or three, or the unit of its column.
+Counts are printed in full, with three digits, or in their column's unit.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A count before and after a conversion, None if not known. Its unit is the field's name."""
+    """A count before and after a conversion; None if unknown. The field's name says the unit."""
 
     before: int | None = None
     after: int | None = None
@@ -48,11 +48,11 @@ class ParamsChange(Change):
 class MacsChange(Change):
     """MACs of the whole model for one input."""
 
-    note: str | None = None  # why MACs are not known, or what they lack
+    note: str | None = None  # why MACs are unknown, or what they omit
 
     @property
     def note_sentence(self) -> str:
-        """The note as a sentence; empty without one."""
+        """The note as a sentence; empty if there is no note."""
         if self.note is None:
             return ""
         problem = "were not counted" if self.before is None else "are too low"
@@ -61,14 +61,14 @@ class MacsChange(Change):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReport:
-    """How the kernel counts were chosen, and how many parameters they may use, and do use."""
+    """The scope of the kernel counts, and the parameters that they may use and do use."""
 
     scope: str
     kernel_count: int | None  # None if layers have different counts
-    limit: int
-    used: int
-    # The count that would use the whole budget, rounded down to two decimals; None if layers have
-    # different counts.
+    limit: int  # parameters that the new kernels may use
+    used: int  # parameters that they use
+    # The fractional count that would use the whole budget, rounded down to two decimals; None if
+    # layers have different counts.
     exact_count: float | None
 
     @computed_field  # type: ignore[prop-decorator]
@@ -79,7 +79,7 @@ class BudgetReport:
 
 
 def params_of(layers: Iterable[LayerPlan]) -> Change:
-    """Sum parameters, with biases and positions; shared positions count in their owner."""
+    """Sum parameters, with biases and positions; shared positions count once, at their owner."""
     before = 0
     after = 0
     for layer in layers:
@@ -89,7 +89,7 @@ def params_of(layers: Iterable[LayerPlan]) -> Change:
 
 
 def macs_of(layers: Iterable[LayerPlan]) -> Change:
-    """Sum MACs for one image; unknown if those of a layer are."""
+    """Sum MACs for one image; unknown if a layer's MACs are unknown."""
     before = 0
     after = 0
     for layer in layers:
@@ -132,48 +132,48 @@ def percent(change: Change, digits: int = 2) -> str:
 
 
 def short_before_after(change: Change) -> str:
-    """Return 4455531264 and 4970337024 as "4.46 → 4.97 G", in the unit of the first.
+    """Return 4455531264 and 4970337024 as "4.46 → 4.97 G", in the unit of the count before.
 
-    It is "4.46 G" if only the first is known.
+    The text is "4.46 G" if only the count before is known.
     """
     if change.before is None:
         return NOT_COUNTED
-    unit, name = _unit(change.before)
-    text = _short(change.before / unit)
+    unit, name = _unit_of(change.before)
+    text = _short_number(change.before / unit)
     if change.after is not None:
-        text += f" → {_short(change.after / unit)}"
+        text += f" → {_short_number(change.after / unit)}"
     return f"{text}{name}"
 
 
 def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str]:
     """Return a function that formats the counts of a column, and the unit for its heading.
 
-    Unit and digits suit the smallest count; zeros and unknown counts are ignored.
+    The unit and the decimals suit the smallest count; zeros and unknown counts are ignored.
     """
     smallest = min(filter(None, counts), default=1)
-    unit, name = _unit(smallest)
-    digits = 0 if unit == 1 else _digits(smallest / unit)
+    unit, name = _unit_of(smallest)
+    digits = 0 if unit == 1 else _decimals(smallest / unit)
     heading = f",{name}" if name else ""
     return lambda count: f"{count / unit:,.{digits}f}", heading
 
 
-def _short(value: float) -> str:
-    """Write three digits, or all before the point: 4.46, 44.3, 15,900.
+def _short_number(value: float) -> str:
+    """Return a value with three digits, or with all digits before the point: 4.46, 44.3, 15,900.
 
     A whole number has no decimals.
     """
-    digits = 0 if value % 1 == 0 else _digits(value)
+    digits = 0 if value % 1 == 0 else _decimals(value)
     return f"{value:,.{digits}f}"
 
 
-def _digits(value: float) -> int:
+def _decimals(value: float) -> int:
     """Return the number of decimals with which a value, once rounded, has three digits."""
     if value >= 99.95:
         return 0
     return 1 if value >= 9.995 else 2
 
 
-def _unit(count: int) -> tuple[float, str]:
+def _unit_of(count: int) -> tuple[float, str]:
     """Return the largest unit that the count reaches, and its name."""
     for unit, name in UNITS:
         if count >= unit:

@@ -1,4 +1,4 @@
-"""How close a converted network is to the trained one: the record, and sentences on it."""
+"""How close a converted network is to the trained one: a record, and sentences about it."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,13 +9,13 @@ from ..running.agreement import Agreement
 from ..text import count_text
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged
-ENOUGH_IMAGES = 4  # if fewer images were fitted to, the report suggests more
-MIN_IMAGES_FOR_PERCENT = 10  # a percentage of fewer images would look too precise
+ENOUGH_IMAGES = 4  # calibration images; if there were fewer, the report suggests more
+MIN_IMAGES_FOR_PERCENT = 10  # a percentage of fewer would look too precise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Agreement):
-    """The effect of a conversion on a trained network; `Agreement` is for held-out images."""
+    """The effect of a conversion on a trained network; fields of `Agreement`: held-out images."""
 
     kernel_error: float | None  # mean of the layers' `fit_error`
     images: int  # held-out images, or crops of them, on which outputs were compared
@@ -24,12 +24,12 @@ class Outcome(Agreement):
     layer_error: float | None = None
     # Images that the new layers were fitted to; not in the JSON.
     fitted_images: Annotated[int, Field(exclude=True)] = 0
-    # Number of files among `images`, without crops of them, if they come from the folder of the
-    # images that layers were fitted to; else 0. Not in the JSON.
+    # Number of held-out files, each counted once for all its crops, if they are from the
+    # calibration's own folder; else 0. Not in the JSON.
     files_held_out: Annotated[int, Field(exclude=True)] = 0
     # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.
     random_output_error: Annotated[float | None, Field(exclude=True)] = None
-    # For comparison: agreement of the old outputs with those for images moved by one pixel.
+    # Yardstick: how well the original network agrees with itself if images move by one pixel.
     shifted: Agreement | None = None
 
 

@@ -1,4 +1,4 @@
-"""The report of a conversion: a record that is the JSON, its view in a terminal, and Markdown."""
+"""The report of a conversion: a record with its JSON, its view in a terminal, and Markdown."""
 
 import math
 from collections import Counter
@@ -35,18 +35,18 @@ from .outcome import Outcome, outcome_sentences
 from .sentences import report_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the first line is red
-# Attributes of a layer that the JSON has.
+# Attributes of a layer in the JSON.
 LAYER_KEYS = (
     *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
     *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
     *("macs_before", "macs_after", "fit_error", "output_error"),
 )
-KEYS_IF_STATED = ("outcome", "not_measured", "overruled", "notes")  # the JSON has no empty ones
+KEYS_IF_STATED = ("outcome", "not_measured", "overruled", "notes")  # absent from the JSON if empty
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ConversionReport(Record):
-    """What a plan changes, and what came of it: the plan's layers and totals, as in the JSON.
+    """The changes that a plan makes and, after a conversion, its results; also the JSON.
 
     The parameters of the layers and `params_untouched` sum to `params`; MACs sum likewise.
     """
@@ -67,11 +67,11 @@ class ConversionReport(Record):
     folded: bool  # whether plain convolutions have replaced the layers
     # Number of layers whose windows have cells that never meet the map, at the input size.
     layers_beyond_map: int
-    # Why it was not measured what the network does with its convolutions; None if it was.
+    # Why the network's use of its convolutions was not measured; None if it was measured.
     not_measured: str | None
-    # Windows that grow as rules say, although outputs then depend on what they must not.
+    # One sentence for each rule that lets outputs see inputs which they did not see before.
     overruled: tuple[str, ...]
-    notes: tuple[str, ...]  # what users should know of the new layers
+    notes: tuple[str, ...]  # what users should know about the new layers
     plan: Annotated[ConversionPlan, Field(exclude=True)]  # not in the JSON
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ConversionReport(Record):
 
 
 def _layer_row(layer: LayerPlan) -> dict[str, Any]:
-    """Return what the JSON has of a layer."""
+    """Return a layer's entry in the JSON."""
     row: dict[str, Any] = {}
     for key in LAYER_KEYS:
         value = getattr(layer, key)
@@ -108,7 +108,7 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
 
 
 def report_of(plan: ConversionPlan, outcome: Outcome | None = None) -> ConversionReport:
-    """Return the report of a plan, whose layers have errors once they have values."""
+    """Return the report of a plan; layers have errors only after they were given values."""
     layers = plan.layers
     params_untouched = plan.params - sum(layer.params_before for layer in layers)
     macs_untouched = None
@@ -116,7 +116,7 @@ def report_of(plan: ConversionPlan, outcome: Outcome | None = None) -> Conversio
         macs_untouched = plan.macs - (macs_of(layers).before or 0)
     exact_count = None
     if plan.budget.exact_count is not None:
-        # Rounded down, so that 34.996 is not shown as 35.
+        # Round down, so that 34.996 does not read as 35.
         exact_count = int(plan.budget.exact_count * 100) / 100
     return ConversionReport(
         model=plan.model,
@@ -164,7 +164,7 @@ def report_view(
         verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
             other convolutions are kept. 2 also names each kept convolution.
         cheaper_sizes: The command or call that shows the costs of other sizes.
-        why_kept: Where to read why convolutions are kept; follows "3 convolutions kept; ".
+        why_kept: Says where to read why convolutions are kept; follows "3 convolutions kept; ".
     """
     parts = [*_heading(report), *_cost_warning(report, cheaper_sizes)]
     parts += [Text(printable(warning), style="yellow") for warning in _warnings(report)]
@@ -222,13 +222,13 @@ def _cost_warning(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
     command = f"    {printable(cheaper_sizes)}"
     return [
         Text(f"{factor}. Cheaper sizes are shown by", style="yellow"),
-        # Never wrapped, so that it can be copied.
+        # Do not wrap the command, so that it can be copied.
         Text(command, style="yellow", no_wrap=True, overflow="ignore"),
     ]
 
 
 def _warnings(report: ConversionReport) -> list[str]:
-    """Warn of windows beyond their maps, lost weights, and of what was not measured."""
+    """Warn of windows beyond their maps, lost weights, missing measurements and overruled ones."""
     warnings = []
     layer_count = len(report.layers)
     if 2 * report.layers_beyond_map > layer_count:

@@ -1,4 +1,4 @@
-"""Sentences on what a plan changes, for the terminal and the model card."""
+"""Sentences about the changes of a plan, for the terminal and the model card."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ def report_sentences(
 ) -> list[str]:
     """Return sentences on the budget, positions and errors.
 
-    With `verbose`, also on the new kernels and MACs.
+    With `verbose`, add sentences on the new kernels, MACs and maps.
     """
     lines = [_budget_sentence(plan)]
     if not plan.folded:
@@ -45,7 +45,7 @@ def report_sentences(
 
 
 def _beyond_map_sentence(plan: ConversionPlan) -> list[str]:
-    """Say in how many layers the window is larger than the map allows, and the sizes of maps."""
+    """Say how many windows have cells that meet only padding, and how large their maps are."""
     maps = []
     for layer in plan.layers:
         if layer.exceeds_map and layer.input_extent is not None:
@@ -59,7 +59,7 @@ def _beyond_map_sentence(plan: ConversionPlan) -> list[str]:
 
 
 def _maps_sentence(plan: ConversionPlan) -> list[str]:
-    """Say how large the layers' maps are, in the order of the layers; nothing if not known."""
+    """Say how large the layers' maps are, in the order of the layers; [] if unknown."""
     sizes: Counter[str] = Counter()
     for layer in plan.layers:
         if layer.input_extent is not None:
@@ -108,7 +108,7 @@ def _positions_sentence(plan: ConversionPlan) -> str:
 
 
 def _sides_sentence(plan: ConversionPlan) -> str:
-    """Say how many windows grow to one side, and what was measured of the network."""
+    """Say how many windows grow to one side, and whether the whole network looks one way."""
     parts = []
     for side in ("back", "ahead"):
         count = sum(side in layer.grow for layer in plan.layers)

@@ -1,1 +1,1 @@
-"""What people look at: tables of records, and a figure."""
+"""Show records to people: as tables, as text, and as a figure."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 # Inches.
-LEAST_PANEL_WIDTH = 1.9  # of a panel with its numbers and label
+LEAST_PANEL_WIDTH = 1.9  # with the panel's numbers and label
 HEIGHT = 1.85
 PANEL_LEFT = 0.45  # numbers and label beside a panel
 BOTTOM = 0.35  # numbers and label below a panel
@@ -26,24 +26,24 @@ TOP = 0.2  # a factor such as 1e-3 above a panel
 SPACE = 0.1
 
 LONGEST_NAME = 30  # characters, in a legend
-HANDLE = 8  # characters that are as wide as the line before a name, and the space around
-# Fields of a `TrackedPositions`, and what they are.
+HANDLE = 8  # characters as wide as a legend's line sample, with its space
+# Field of `TrackedPositions` -> label of its axis.
 CURVES = {
     "speed": "speed (cells per {unit})",
     "spread": "spread (cells)",
     "border_share": "share at the border",
 }
 LINE_STYLES = ("-", "--", ":")
-# Points, since no line leads to a known value between unknown ones.
+# Mark every point: a known value between unknown ones has no line to show it.
 POINTS: dict[str, Any] = {"marker": ".", "markersize": 2.5, "linewidth": 0.9}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curves:
-    """Panels of speed, spread and border share; text says which would be empty.
+    """Panels of speed, spread and border share. A sentence replaces a panel with nothing to see.
 
-    Of one training, each curve is a positions tensor. Of several, each is a training: the mean over
-    its tensors.
+    With one training, each curve is a positions tensor. With several, each curve is a training: the
+    mean over its positions tensors.
     """
 
     names: Sequence[str]  # of the positions tensors, in the order of the records
@@ -53,13 +53,13 @@ class Curves:
 
     @property
     def height(self) -> float:
-        """The height that they need, in inches."""
+        """The height that the panels need, in inches."""
         text = self._text()
         text_lines = text.count("\n") + 1 if text else 0
         return self._rows * HEIGHT + (text_lines + self._legend_rows) * LINE + SPACE
 
     def draw(self, part: "SubFigure") -> None:
-        """Draw them on a part of a figure that has their height."""
+        """Draw the panels on a part of a figure that has this height."""
         add_text(part, self._text())
         fields = self._fields
         lines = []
@@ -87,7 +87,7 @@ class Curves:
             lines += axes.plot(steps, values, style, color=colour, label=label, **POINTS)
         axes.set(xlabel=unit, ylabel=CURVES[field].format(unit=unit))
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        axes.update_datalim([(self.trainings[0].steps[0], 0)])  # with 0, for the top margin
+        axes.update_datalim([(self.trainings[0].steps[0], 0)])  # top margin above 0
         axes.set_ylim(bottom=0)
         # Short numbers, such as 2.5 with "1e-3" above, so that the label beside them fits.
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))
@@ -120,10 +120,10 @@ class Curves:
 
     @property
     def _fields(self) -> list[str]:
-        return [field for field in CURVES if self._constant(field) is None]
+        return [field for field in CURVES if self._constant_value(field) is None]
 
-    def _constant(self, field: str) -> str | None:
-        """Say what all values of a field are, if there is nothing to see in its curves."""
+    def _constant_value(self, field: str) -> str | None:
+        """Return the one value of all records, "unknown" or "0"; None if curves show something."""
         values = torch.cat([training.values(field).flatten() for training in self.trainings])
         known = values[~values.isnan()]
         if len(known) == 0:
@@ -131,12 +131,12 @@ class Curves:
         return None if known.any() else "0"
 
     def _text(self) -> str:
-        """Return what the panels do not say themselves, in lines."""
+        """Return the sentences above the panels, in lines."""
         sentences = []
         if len(self.trainings) > 1 and len(self.names) > 1:
             sentences.append(f"Each line is the mean over {len(self.names)} positions tensors.")
         for field, label in CURVES.items():
-            constant = self._constant(field)
+            constant = self._constant_value(field)
             if constant is not None:
                 name = label.partition(" (")[0].capitalize()
                 sentences.append(f"{name}: {constant} in all records.")
@@ -144,8 +144,8 @@ class Curves:
 
     @property
     def _columns(self) -> int:
-        most = max(int(self.width / LEAST_PANEL_WIDTH), 1)
-        return max(min(most, len(self._fields)), 1)
+        max_columns = max(int(self.width / LEAST_PANEL_WIDTH), 1)
+        return max(min(max_columns, len(self._fields)), 1)
 
     @property
     def _rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Records of trainings by a `PositionTracker`, read for the plan of a model."""
+"""Read the records that a `PositionTracker` wrote during the training of a plan's model."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ..tuning.tracker import TrackRecord, Unit, read_track
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """The records of one training, with the name that it has among others."""
+    """The records of one training, with a name that tells it from the other trainings."""
 
     name: str
     records: tuple[TrackRecord, ...]  # at least one; positions are in the order of the plan's
@@ -33,7 +33,7 @@ class Training:
         return [record.step for record in self.records]
 
     def values(self, field: str) -> Tensor:
-        """Return a field of `TrackedPositions` (records, tensors); nan if it is not known."""
+        """Return a field of `TrackedPositions` (records, tensors); nan where unknown."""
         rows = []
         for record in self.records:
             values = [getattr(row, field) for row in record.positions.values()]
@@ -45,7 +45,7 @@ def read_trainings(paths: Sequence[Path], plan: ConversionPlan) -> tuple[Trainin
     """Read the files of trackers; trainings are named by what differs in their paths.
 
     Raises:
-        CheckpointError: A file has no records, they are of another model, or files count different
+        CheckpointError: A file has no records or belongs to another model, or files count different
             units.
     """
     trainings: list[Training] = []
@@ -61,7 +61,7 @@ def read_trainings(paths: Sequence[Path], plan: ConversionPlan) -> tuple[Trainin
 
 
 def _names_of(paths: Sequence[Path]) -> list[str]:
-    """Return the parts of the paths without those that all have at the start and at the end."""
+    """Return the paths without the parts that all share at the start or at the end."""
     parts = [list(Path(str(path.absolute()).removesuffix(".jsonl")).parts) for path in paths]
     for end in (-1, 0):
         while min(map(len, parts)) > 1 and len({path[end] for path in parts}) == 1:
@@ -86,7 +86,7 @@ def _read_history(path: Path, plan: ConversionPlan) -> tuple[TrackRecord, ...]:
 
 
 def _are_names_of(recorded: Sequence[str], names: Sequence[str]) -> bool:
-    """True if the recorded names are these; a module around the network may add a prefix."""
+    """True if the names are the same, apart from a prefix that a module around the network adds."""
     if len(recorded) != len(names):
         return False
     pairs = zip(recorded, names, strict=True)

@@ -30,7 +30,7 @@ def _sentences(inspection: Inspection) -> list[str]:
     elements = f"{inspection.elements:,} distinct elements"
     lines = [
         f"{count_text(len(rows), 'positions tensor')}; {elements}.",
-        "Elements: of one kernel, and the window in which they move.",
+        "Elements: number per kernel, and the window in which they move.",
         f"Border: {border}; if many are there, the window is too small: "
         "dcls-convert FOLDER --dilated-size N gives a larger one.",
         f"Overlap: {near} to another of their kernel; near 100 % is normal right after a random "
@@ -52,8 +52,8 @@ def _sentences(inspection: Inspection) -> list[str]:
     return lines
 
 
-def _sides(row: PositionRow) -> str:
-    """Return the sides to which a window grows, as " back" or " back, both"."""
+def _grow_text(row: PositionRow) -> str:
+    """Return the sides to which a window grows, with a space before: " back" or " back, both"."""
     return "" if not row.grow else f" {', '.join(row.grow)}"
 
 
@@ -75,7 +75,7 @@ def _table(inspection: Inspection) -> Table:
         table.add(
             row.name,
             str(len(row.layers)),
-            f"{row.kernel_count} in {size_text(row.dilated_size)}{_sides(row)}",
+            f"{row.kernel_count} in {size_text(row.dilated_size)}{_grow_text(row)}",
             f"{100 * row.border_share:.1f} %",
             f"{100 * row.overlap_share:.1f} %",
             " ".join(f"{side:.2f}" for side in row.spread),

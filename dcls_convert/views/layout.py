@@ -15,7 +15,7 @@ MARGIN = 0.05  # of the figure
 
 
 def add_axes(part: "SubFigure", left: float, bottom: float, width: float, height: float) -> "Axes":
-    """Add axes at this place of a part of a figure, in inches."""
+    """Add axes to a part of a figure; position and size are in inches."""
     whole_width, whole_height = _size(part)
     return part.add_axes(
         (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
@@ -29,7 +29,7 @@ def add_text(part: "SubFigure", text: str) -> None:
 
 
 def _size(part: "SubFigure") -> tuple[float, float]:
-    """Return the width and height of a part of a figure."""
+    """Return the width and height of a part of a figure, in inches."""
     return part.bbox.width / part.dpi, part.bbox.height / part.dpi
 
 

@@ -21,18 +21,20 @@ NEAR_THE_OLD_KERNEL = (
 )
 
 
-def next_steps(done: Conversion, output: Path) -> list[str | Text]:
-    """Return lines for below the report: what was written, how to train it, how outputs changed."""
-    request = done.request
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(done)}."]
-    if done.start_name == "random" and request.start.positions == "normal":
-        is_one_sided = any(layer.grow for layer in done.report.layers)
+def next_steps(conversion: Conversion, output: Path) -> list[str | Text]:
+    """Return the lines below the report: the folder, how to train it, how outputs changed."""
+    request = conversion.request
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start_text(conversion)}."]
+    if conversion.start_name == "random" and request.start.positions == "normal":
+        is_one_sided = any(layer.grow for layer in conversion.report.layers)
         lines += NEAR_THE_OLD_KERNEL if is_one_sided else NEAR_THE_CENTRE
     heading = "Fine-tune it:" if request.network.trained else "Train it:"
     lines.append(Text(f"{heading}\n", style="bold"))
-    code = with_folder(training_code(done.report.model, trained=request.network.trained), output)
+    code = with_folder(
+        training_code(conversion.report.model, trained=request.network.trained), output
+    )
     lines += textwrap.indent(code, "    ").splitlines()
-    outcome = done.report.outcome
+    outcome = conversion.report.outcome
     if outcome is None:
         return lines
     lines += ["", *outcome_sentences(outcome)]
@@ -42,23 +44,23 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     return lines
 
 
-def _start(done: Conversion) -> str:
+def _start_text(conversion: Conversion) -> str:
     """Say what the new layers start from, as part of a sentence."""
-    request = done.request
+    request = conversion.request
     random_start = f"random initialisation (seed {request.network.seed})"
-    if done.start_name == FROM_CONVERTED:
+    if conversion.start_name == FROM_CONVERTED:
         return "the converted network; costs are relative to the unconverted one"
-    if done.start_name == FROM_ELEMENTS:
-        return "the authors' elements and positions, so that the outputs are those of their network"
-    if done.start_name == EXACT:
+    if conversion.start_name == FROM_ELEMENTS:
+        return "the authors' elements and positions, so the outputs are the same as their network's"
+    if conversion.start_name == EXACT:
         weights = "the trained weights" if request.network.trained else random_start
         every_cell = "with one element in each cell of the old kernels"
         return f"{weights}, {every_cell}, so the outputs do not change"
     if not request.network.trained:
         return f"{random_start}, without trained weights"
-    if done.start_name == "random":
+    if conversion.start_name == "random":
         return "trained weights, but random elements in the new layers"
-    if done.start_name == "largest":
+    if conversion.start_name == "largest":
         return "the trained kernels, reduced to their largest cells"
     if request.start.calibration is not None:
         return "the trained network, fitted to its outputs on your images"

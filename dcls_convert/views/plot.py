@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Inches, in a row.
-TITLES = 0.33  # above panels: the title of the row and those of the panels
+# Lengths in a row of the figure, in inches.
+TITLES = 0.33  # above panels: the titles of the row and of the panels
 TICKS = 0.24  # numbers below a heat map, and space to the next row
 LEFT = 0.24  # numbers beside a heat map
 GAP = 0.06  # between panels, and before colour bars
 BAR = 0.05  # width of a colour bar
 BESIDE_COUNTS = 0.24  # numbers beside the colour bar of a heat map
-BESIDE_WEIGHTS = 0.45  # numbers beside that of kernels
+BESIDE_WEIGHTS = 0.45  # numbers beside the colour bar of kernels
 BESIDE_PANELS = LEFT + (BAR + BESIDE_COUNTS) + (BAR + BESIDE_WEIGHTS)
 LEAST_WIDTH = 0.64  # of a panel
 LEAST_HEIGHT = 0.3
 
 BAR_TITLE_PAD = 5  # points; clears the highest number
 MAX_KERNELS = 5  # in a row
-MAX_TENSORS = 12  # positions tensors; of more, the figure shows some from the first to the last
+MAX_TENSORS = 12  # positions tensors; of more, evenly spaced ones are shown
 # Odd, so that an element at the centre of a cell is in the middle of a bin.
 BINS_PER_CELL = 3
 STYLE = {
@@ -75,7 +75,7 @@ STYLE = {
     "ytick.major.width": 0.5,
     "ytick.major.pad": 2,
 }
-# Metadata, by suffix, that removes the date from the file.
+# Metadata that removes the date from the file, by suffix.
 NO_DATE: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 HASH_SALT = "dcls-convert"  # without a salt, the names inside an SVG are random
 OLD_KERNEL: dict[str, Any] = {"fill": False, "ec": "C1", "ls": "--", "lw": 0.7}
@@ -102,9 +102,9 @@ def draw(
     Args:
         plan: The conversion's plan.
         state: The converted model's state dict; its positions fit the plan.
-        suffix: Of the file: .png, .svg or .pdf.
+        suffix: Suffix of the file: .png, .svg or .pdf.
         trainings: From `history.read_trainings`, to be drawn below.
-        width: In inches. Text has the same size at every width.
+        width: Width in inches. Text has the same size at every width.
 
     Raises:
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
@@ -127,11 +127,11 @@ def make_figure(
     trainings: Sequence[Training] = (),
     width: float = PICTURE_WIDTH,
 ) -> "Figure":
-    """Return the figure; the arguments are those of `draw`."""
+    """Return the figure; the arguments are as in `draw`."""
     from matplotlib.figure import Figure
 
     groups = position_groups(plan.layers)
-    shown = _some(len(groups))
+    shown = _evenly_spaced(len(groups))
     drawn = [groups[index] for index in shown]
     legend = _legend(drawn, len(groups), width)
     heights = [TITLES + _panel_size(layers[0], width)[1] + TICKS for layers in drawn]
@@ -150,7 +150,7 @@ def make_figure(
     return figure
 
 
-def _some(count: int) -> list[int]:
+def _evenly_spaced(count: int) -> list[int]:
     """Return numbers of at most `MAX_TENSORS` items, evenly spaced, with the first and the last."""
     if count <= MAX_TENSORS:
         return list(range(count))
@@ -170,7 +170,7 @@ def _panel_size(layer: LayerPlan, width: float) -> tuple[float, float]:
 
 
 def _legend(drawn: Sequence[Sequence[LayerPlan]], groups: int, width: float) -> str:
-    """Return what the rows show, in lines for a figure of this width."""
+    """Return the legend of the rows, in lines that fit a figure of this width."""
     layers = [first for first, *_ in drawn]
     inputs = ""
     if any(layer.in_channels > layer.groups for layer in layers):
@@ -186,7 +186,7 @@ def _legend(drawn: Sequence[Sequence[LayerPlan]], groups: int, width: float) -> 
 def _draw_row(
     row: "SubFigure", layers: Sequence[LayerPlan], state: Mapping[str, Tensor], width: float
 ) -> None:
-    """Draw where the elements that some layers share are, and kernels of the first layer."""
+    """Draw the positions that some layers share, and kernels of the first layer."""
     first = layers[0]
     counts = (
         f"{count_text(first.kernel_count, 'element')} in {size_text(first.dilated_size)}, "
@@ -235,14 +235,14 @@ def _draw_positions(
     ticks = [sorted({*position_limits(side), 0}) for side in (width, height)]
     axes.set(ylim=(bottom, top), xticks=ticks[0], yticks=ticks[1])
     _draw_old_kernels(axes, layers)
-    most = int(counts.max())
-    # On this scale, a quarter is in the middle.
-    axes.figure.colorbar(mesh, cax=bar_axes, ticks=sorted({0, most // 4, most}))
+    largest_count = int(counts.max())
+    # Square-root scale: a quarter of the largest count is in the middle of the bar.
+    axes.figure.colorbar(mesh, cax=bar_axes, ticks=sorted({0, largest_count // 4, largest_count}))
     bar_axes.set_title("elements", pad=BAR_TITLE_PAD)
 
 
 def _draw_old_kernels(axes: "Axes", layers: Sequence[LayerPlan]) -> None:
-    """Draw the outline of the old kernels' cells, once if they are the same."""
+    """Draw the outlines of the old kernels' cells; equal outlines once."""
     from matplotlib.patches import Rectangle
 
     for (top, bottom), (left, right) in dict.fromkeys(map(_old_limits, layers)):
@@ -252,7 +252,7 @@ def _draw_old_kernels(axes: "Axes", layers: Sequence[LayerPlan]) -> None:
 
 def _old_limits(layer: LayerPlan) -> tuple[Pair, Pair]:
     """Return the old kernel's first and last row, and first and last column."""
-    limits = [(0, 0), *map(position_limits, layer.dilated_size)]  # first: row of one axis
+    limits = [(0, 0), *map(position_limits, layer.dilated_size)]  # first: row if there is one axis
     for axis, old_limits in zip(layer.learnt_axes, layer.old_limits, strict=True):
         limits[1 + axis] = old_limits
     rows, columns = limits[-2:]
@@ -279,10 +279,10 @@ def _draw_kernels(
     tensors: Mapping[str, Tensor],
     weight: Tensor,
 ) -> None:
-    """Draw the kernels of a layer with the most energy, and dots for their elements.
+    """Draw the layer's kernels with the most energy, and dots for their elements.
 
     Args:
-        panels: For one kernel each.
+        panels: One panel for each kernel.
         bar_axes: For the colour bar.
         layer: The layer's plan.
         tensors: Its positions and, if any, sigmas: (A, O, I, *dense, E).
@@ -346,7 +346,7 @@ def _element_coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
         positions: (A, N, *dense, E).
     """
     dims = len(layer.dilated_size)
-    coordinates = torch.zeros(1 + dims, *positions.shape[1:])  # the first stays 0: row of one axis
+    coordinates = torch.zeros(1 + dims, *positions.shape[1:])  # index 0: row if there is one axis
     for axis, learnt in enumerate(learnt_axes(dims, layer.dense_axes)):
         coordinates[1 + learnt] = positions[axis]
     for place, axis in enumerate(layer.dense_axes):

@@ -1,1 +1,1 @@
-"""Weights in the files that people have, and how they get into a network."""
+"""Read weights from files, choose and rename them, and load them into a network."""

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 10_000_000  # about 100,000 tensors, many more than any netwo
 
 
 class NumpyValueOrPath:
-    """Stands for a value of NumPy or a path in a torch file: holds nothing, and runs nothing."""
+    """Placeholder for a NumPy value or a path in a torch file: holds nothing, runs nothing."""
 
     def __new__(cls, *_: object) -> "NumpyValueOrPath":
         """Ignore the value."""
@@ -34,9 +34,9 @@ class NumpyValueOrPath:
         """Ignore the value."""
 
 
-# What a torch file may name besides tensors. timm's hold their arguments as a
-# Namespace, often with paths, and many files hold scores as NumPy scalars. These are not needed,
-# and NumPy's own functions trust the types that a pickle states, so they are not called.
+# Objects other than tensors that a torch file may name. timm's files hold training arguments as a
+# Namespace, often with paths, and many files hold scores as NumPy scalars. Their values are not
+# needed. NumPy's own functions are never called, because they trust the types that a pickle states.
 HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     argparse.Namespace,
     (NumpyValueOrPath, "numpy.dtype"),
@@ -58,18 +58,18 @@ def read_weights(
     key: str | None = None,
     note: Note = ignore_messages,
 ) -> dict[str, Tensor]:
-    """Return the given state dict, or read it from a safetensors or torch file; detached.
+    """Return the detached tensors of a state dict, or of a safetensors or torch file.
 
-    Training scripts may wrap state dicts in mappings: `choose_state_dict` says which is taken.
+    Training scripts may wrap state dicts in mappings: `choose_state_dict` chooses one of them.
 
     Args:
         weights: A state dict, or its file.
-        key: Says which state dict, see `choose_state_dict`.
+        key: Which of the file's state dicts to take; see `choose_state_dict`.
         note: Called with a line that says which of the file's state dicts is taken.
 
     Raises:
-        CheckpointError: The file cannot be read, there is no state dict in it, or an entry of it
-            has no name or is not an ordinary dense tensor.
+        CheckpointError: The file cannot be read or holds no state dict, or an entry has no name or
+            is not an ordinary dense tensor.
     """
     content: Any = weights
     where = "the state dict"
@@ -80,7 +80,7 @@ def read_weights(
     entries: dict[str, Tensor] = {}
     for name, value in choose_state_dict(content, where, key=key, note=note).items():
         if not isinstance(name, str):
-            # Its text is not shown: a small file can hold a tuple whose text would take gigabytes.
+            # Do not show the key: a small file can hold a tuple whose text would take gigabytes.
             raise CheckpointError(
                 f"{where}: has a key of type {type(name).__name__}; weights have names"
             )
@@ -95,7 +95,7 @@ def read_weights(
 
 
 def _read_file(path: Path) -> Any:
-    """Return the content of a safetensors or torch file, which its first bytes tell apart."""
+    """Return the content of a safetensors or torch file; the first bytes tell the two apart."""
     check_file(path)
     where = f"weights file {path}"
     start = _first_bytes(path, where)
@@ -113,12 +113,12 @@ def _first_bytes(path: Path, where: str) -> bytes:
 
 
 def _beginning(start: bytes) -> str:
-    """Show how a file begins: an HTML page or a Git LFS pointer can be recognised by it."""
+    """Quote the start of a file, by which users recognise an HTML page or a Git LFS pointer."""
     return f"it begins with '{shortened(start.decode(errors='backslashreplace'), 80)}'"
 
 
 def _open_lazily(path: Path) -> Any:
-    """Open a file to read its tensors, not to map them: a mapped file would count as memory."""
+    """Open a safetensors file without mapping it: a mapped file would count as used memory."""
     try:
         return safe_open(path, framework="pt", backend="pread")
     except TypeError:  # safetensors before 0.8 can only map files
@@ -162,8 +162,8 @@ def _check_header_length(path: Path, where: str) -> None:
 def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
     """Read all tensors of a safetensors file, each into its own memory, which a model can keep.
 
-    The memory is torch's, which is aligned: with another alignment, products are summed in another
-    order, which changes the last bits of the outputs.
+    Tensors are cloned into torch's aligned memory. With another alignment, products are summed in
+    another order, which changes the last bits of the outputs.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -179,7 +179,9 @@ def _read_torch(path: Path, where: str, start: bytes) -> Any:
     with ignored_warnings(), torch.serialization.safe_globals(HARMLESS):
         try:
             _check_not_compressed(path, where)
-            with path.open("rb") as file:  # torch would read a name in .safetensors as one
+            # Give torch an open file: it would read a path that ends in .safetensors in that
+            # format.
+            with path.open("rb") as file:
                 return torch.load(file, map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
@@ -203,7 +205,7 @@ def _check_not_compressed(path: Path, where: str) -> None:
 def _why_unreadable(path: Path, start: bytes) -> str:
     """Say why torch cannot read a file: objects other than tensors, damage, or another format."""
     refused: list[str] = []
-    with contextlib.suppress(Exception):  # only files of torch 1.6 and later list their names
+    with contextlib.suppress(Exception):  # fails for files of torch before 1.6
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if refused:
         return (
@@ -211,6 +213,6 @@ def _why_unreadable(path: Path, start: bytes) -> str:
             "would run code. Save the state dict alone: torch.save(model.state_dict(), FILE)"
         )
     return (
-        "is neither a safetensors file nor one of torch.save, or it is damaged; "
+        "is neither a safetensors file nor a torch.save file, or it is damaged; "
         f"{_beginning(start)}"
     )

@@ -1,4 +1,4 @@
-"""Load weights into a network; those that do not fit, or are not finite, are refused."""
+"""Load weights into a network; refuse weights that do not fit or are not finite."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +16,7 @@ from ..networks.timm_notes import config_of
 from ..text import short_list
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
-CONVERTED_ENTRY = ".positions"  # how names of DCLS layers end
+CONVERTED_ENTRY = ".positions"  # end of a name that only DCLS layers have
 
 
 def load_weights_(
@@ -61,8 +61,8 @@ def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str) -
 
 def load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
     """Load checked entries; tensors that `state` lacks keep their values."""
-    # The model's own state dict carries the format versions of its modules, which torchvision's
-    # MNASNet reads on loading. So refill it instead of passing `state`.
+    # Refill the model's own state dict instead of passing `state`: it carries the format versions
+    # of the modules, which torchvision's MNASNet reads on loading.
     versioned = model.state_dict()
     versioned.clear()
     versioned.update(state)
@@ -78,10 +78,10 @@ def build_and_load(
     seed: int = 0,
     optional: Collection[str] = (),
 ) -> nn.Module:
-    """Return a trusted source's network with the values of a state dict.
+    """Build the network of a trusted source, and load a state dict into it.
 
     Args:
-        source: Its code runs without a check.
+        source: What builds the network; its code runs without a check.
         state: Weights, under the names that the network has after `prepare_`.
         where: Name of the state dict in error messages.
         prepare_: Changes the network before the weights are loaded.
@@ -91,7 +91,7 @@ def build_and_load(
     Raises:
         CheckpointError: From `check_weights`.
     """
-    # The user's code runs only once, so it is not tried on meta.
+    # Do not try the user's own code on the meta device first: it must run only once.
     if source.prefix in LIBRARY_PREFIXES and not optional:
         model = build_model(source, device="meta", trust_code=True)
         prepare_(model)
@@ -117,7 +117,7 @@ def check_weights(
 
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the classifier's tensors whose shapes differ between model and state dict."""
+    """Return the names of classifier tensors whose shapes differ between model and state dict."""
     prefixes = classifier_prefixes(model)
     names: list[str] = []
     for name, tensor in model.state_dict().items():
@@ -127,10 +127,11 @@ def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
 
 
 def differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the classifier's tensors, of model and state dict, if they differ.
+    """Return the names of classifier tensors that differ between model and state dict.
 
-    They differ in shapes, or in all their names. If the state dict has some of a classifier's
-    tensors but not all, the file is damaged, and they are not returned.
+    Tensors differ if their shapes differ, or if model and state dict have no name of the classifier
+    in common. If the state dict lacks only some of the names, the file is damaged, and these names
+    are not returned.
     """
     own_names = model.state_dict().keys()
     names = _reshaped_classifier(model, state)
@@ -143,7 +144,7 @@ def differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
 
 
 def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the classifier's tensor names, as timm states them, or usual ones."""
+    """Return the prefixes of the classifier's tensor names: timm's, or else the usual ones."""
     stated: Any = (config_of(model) or {}).get("classifier")
     if isinstance(stated, str):
         stated = (stated,)
@@ -151,7 +152,7 @@ def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def differing_num_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """Return the state dict's number of classes if its classifier differs only in this."""
+    """Return the state dict's number of classes if its classifier differs in nothing else."""
     own = model.state_dict()
     class_counts: set[tuple[int, ...]] = set()  # a malformed tensor may have no axis
     for name in _reshaped_classifier(model, state):
@@ -188,7 +189,7 @@ def _problems(
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
     for alias, first in aliases.items():
         if alias in state and first in state and not torch.equal(state[alias], state[first]):
-            yield f"{first} and {alias} are one tensor in the model, and differ here"
+            yield f"{first} and {alias} are one tensor in the model, but differ here"
     for name, module in model.named_modules():
         if isinstance(module, DclsConvNd):
             problem = module.describe_other_state(state, f"{name}.")
@@ -202,7 +203,7 @@ def _problems(
 
 
 def _describe_names(missing: list[str], unexpected: list[str]) -> str:
-    """Say which names differ, and what to do if the weights are of a converted model."""
+    """Say which names differ, and what to do if the weights belong to a converted model."""
     parts = []
     if missing:
         parts.append(f"missing: {short_list(missing)}")
@@ -232,7 +233,7 @@ def _holds(entry: str, name: str) -> bool:
 
 
 def describe_unusual(value: object) -> str | None:
-    """Say what a value is that files of weights do not hold; None for an ordinary dense tensor."""
+    """Say what a value is instead of an ordinary dense tensor; None if it is one."""
     if not isinstance(value, Tensor):
         return f"of type {type(value).__name__}, not a tensor"
     if value.is_meta:
@@ -267,7 +268,7 @@ def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
 
 
 def alias_names(model: nn.Module) -> dict[str, str]:
-    """Map further names of each tensor in the model's state dict to its first name.
+    """Map each further name of a tensor in the model's state dict to its first name.
 
     A tensor has several names if its module has several places in the model.
     """
@@ -275,7 +276,7 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 
 
 def aliases_in(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Do the same as `alias_names`, from a state dict that has the model's very tensors."""
+    """Do the same as `alias_names`, for a state dict whose values are the model's own tensors."""
     first_names: dict[int, str] = {}  # by the id of the tensor
     aliases: dict[str, str] = {}
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""Choose one of the state dicts that a weights file holds, perhaps in nested mappings."""
+"""Choose one of a weights file's state dicts, which may lie in nested mappings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ STATE_DICT_KEYS = (
     "net",
     "params",
     "weights",
-    "teacher",  # the average of the student, where there are both and nothing else
+    "teacher",  # before the student, because it is the student's average
     "student",
 )
 MAX_NESTING = 3  # levels of mappings to open; bounded because a mapping can hold itself
@@ -39,13 +39,13 @@ def choose_state_dict(
 
     Args:
         content: What the file holds.
-        where: Its name in messages.
-        key: Says which state dict: keys of mappings, then a prefix of names, all joined by dots.
-            None for the first under the usual keys.
-        note: Called with a line that says which one is taken, if it is inside a mapping.
+        where: What messages call the file.
+        key: Path to the state dict, joined by dots: keys of mappings, then perhaps a prefix of
+            names. None for the first under STATE_DICT_KEYS.
+        note: Called with a line that says which state dict is taken, if it is inside a mapping.
 
     Raises:
-        CheckpointError: There is none, or nothing says which.
+        CheckpointError: The content holds no state dict, or nothing under the key.
     """
     if key is not None:
         content = _under_stated_key(content, where, key)
@@ -56,7 +56,7 @@ def choose_state_dict(
         what = short_list(names, 8) if names else f"a {type(content).__name__}"
         raise CheckpointError(
             f"{where}: holds {what}, not a state dict (names to tensors); "
-            "a checkpoint key can name one that is inside"
+            "a checkpoint key can name a state dict inside it"
         )
     keys, state = found
     if keys:
@@ -72,7 +72,7 @@ def choose_state_dict(
 
 
 def _find_state_dict(content: Any, depth: int = 0) -> tuple[list[str], Mapping[Any, Any]] | None:
-    """Return the state dict in nested mappings, and the keys that lead to it; None if none does."""
+    """Return the first state dict in nested mappings, with the keys that lead to it; or None."""
     if not isinstance(content, Mapping) or depth > MAX_NESTING:
         return None
     for key in STATE_DICT_KEYS:
@@ -85,14 +85,14 @@ def _find_state_dict(content: Any, depth: int = 0) -> tuple[list[str], Mapping[A
 
 
 def _names_in(content: Any) -> list[str]:
-    """Return the keys of a mapping that are names; nothing for anything else."""
+    """Return the keys of a mapping that are strings; [] if the content is not a mapping."""
     if not isinstance(content, Mapping):
         return []
     return [key for key in content if isinstance(key, str)]
 
 
 def _under_stated_key(content: Any, where: str, key: str) -> Any:
-    """Return what lies under the stated key in the content, or in the state dict chosen from it."""
+    """Return the content under the stated key, in the file or in the state dict chosen from it."""
     path = key.rstrip(".")
     under = _follow(content, path)
     if under is None:
@@ -108,7 +108,7 @@ def _under_stated_key(content: Any, where: str, key: str) -> Any:
 
 
 def _follow(content: Any, path: str) -> Any:
-    """Return what lies under keys joined by dots; the last may be a prefix of names."""
+    """Return the content under keys joined by dots; the last key may be a prefix of names."""
     if not isinstance(content, Mapping):
         return None
     if path in content:

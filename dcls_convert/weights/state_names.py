@@ -1,4 +1,4 @@
-"""Translate the names of weights in files and from trainers into the network's own."""
+"""Rename weights from files and training frameworks to the network's own names."""
 
 import contextlib
 import sys
@@ -15,8 +15,9 @@ from ..progress import Note, ignore_messages
 from ..text import short_list
 from .loading import classifier_prefixes
 
-MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
-MIN_SHARE = 0.5  # of the model's names: a prefix of fewer is not the model's
+MAX_PREFIX_PARTS = 8  # components of a prefix to try; bounds the work for names with many dots
+# A prefix is tried only if at least this share of the model's number of tensors has it.
+MIN_SHARE = 0.5
 
 
 def rename_to_model(
@@ -28,15 +29,15 @@ def rename_to_model(
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 
-    Names that wrappers add are removed, such as "_orig_mod.". So is a common prefix of the model's
-    tensors, such as "module." from DistributedDataParallel or "model." from Lightning.
-    Original names of weights that timm downloads are translated by timm's function for the model.
-    Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not use it,
-    so 0 is filled in.
+    Names that wrappers add, such as "_orig_mod.", are removed. A common prefix of the model's
+    tensors, such as "module." from DistributedDataParallel or "model." from Lightning, is removed,
+    too. Original names of weights that timm downloads are translated by timm's function for the
+    model. Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not
+    use this count, so 0 is filled in.
 
     Args:
-        model: Its state dict has the names wanted.
-        state: Weights under any names, which stay as they are if nothing fits better.
+        model: The network; its state dict has the wanted names.
+        state: Weights under any names. Names are kept if no renaming makes more of them fit.
         where: What messages call the state dict.
         note: Called with a line about a prefix that is removed.
 
@@ -69,11 +70,12 @@ def _without_prefix(
             if name.startswith(prefix):
                 bare[name.removeprefix(prefix)] = tensor
         candidates[prefix] = _translated_by_timm(model, bare, own_names)
-    # Two networks that differ in the classifier alone are two networks.
+    # Do not count classifier names: of two networks in a file, the one without a classifier must
+    # still be found.
     classifier = classifier_prefixes(model)
     wanted = {name for name in own_names if not name.startswith(classifier)} or own_names
     known = {prefix: len(wanted & names.keys()) for prefix, names in candidates.items()}
-    best = max(known, key=known.__getitem__)  # of equal ones, the shortest
+    best = max(known, key=known.__getitem__)  # the shortest if several are equal
     equal = [prefix for prefix in known if known[prefix] == known[best]]
     rivals = [prefix for prefix in equal if not prefix.startswith(best)]
     if rivals:
@@ -90,14 +92,14 @@ def _without_prefix(
     return dict(candidates[best])
 
 
-def _frequent_prefixes(names: Iterable[str], least: float) -> list[str]:
-    """Return the prefixes of at least so many names, from short to long."""
+def _frequent_prefixes(names: Iterable[str], min_count: float) -> list[str]:
+    """Return the prefixes that at least `min_count` names have, from short to long."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".", MAX_PREFIX_PARTS)
         for length in range(1, len(parts)):
             counts[".".join(parts[:length]) + "."] += 1
-    return sorted((prefix for prefix in counts if counts[prefix] >= least), key=len)
+    return sorted((prefix for prefix in counts if counts[prefix] >= min_count), key=len)
 
 
 def _translated_by_timm(

@@ -22,7 +22,7 @@ from .folders import edit_json, edit_stamp, edit_tensors, outputs, problems, sav
 
 POSITIONS = "stages.2.blocks.0.conv_dw.positions"  # shared by four layers
 WEIGHT = "stages.1.blocks.0.conv_dw.weight"
-CHANGED = "model.safetensors: its tensors are not those that were written"
+CHANGED = "model.safetensors: its tensors differ from the tensors that were written"
 
 
 def write_config(content):

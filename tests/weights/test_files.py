@@ -77,7 +77,7 @@ def cut(state, path):
     path.write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
 
 
-NEITHER = "is neither a safetensors file nor one of torch.save, or it is damaged; it begins with "
+NEITHER = "is neither a safetensors file nor a torch.save file, or it is damaged; it begins with "
 NO_SAFETENSORS = "not a readable safetensors file"
 DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),
