@@ -145,7 +145,7 @@ def names_lacking(weights: RequestWeights | None, draft: DraftPlan) -> list[str]
 def translated_elements(
     weights: RequestWeights | None,
     draft: DraftPlan,
-    structure: nn.Module,
+    model: nn.Module,
     version: AuthorsVersion | None,
 ) -> dict[str, Tensor] | None:
     """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
@@ -166,7 +166,7 @@ def translated_elements(
         )
     state: dict[str, Tensor] = {}
     for layer in draft.layers:
-        conv = structure.get_submodule(layer.name)
+        conv = model.get_submodule(layer.name)
         if (find_traits(conv) or PLAIN).transform_weight:
             raise CheckpointError(
                 f"{where}: {layer.name} is a {type(conv).__name__}, "

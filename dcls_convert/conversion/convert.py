@@ -22,7 +22,7 @@ from .apply_plan import replace_convs_
 from .authors import check_elements, names_lacking, translated_elements
 from .before_and_after import compare_with_outputs_before, outputs_before_conversion
 from .enlarge import enlarge_windows_, is_converted, plan_larger_windows
-from .open_network import OpenNetwork, give_values_, look, open_network
+from .open_network import OpenNetwork, examine, give_values_, open_network
 from .plan_network import adopted_plan, cautions, draft_for_request
 from .provenance import attach_provenance_, describe_conversion
 from .request import (
@@ -117,20 +117,20 @@ def prepare(
     check_elements(request, weights, note)
     draft: DraftPlan
     if adopted is not None:
-        draft = adopted_plan(adopted, network.structure, network.source)
+        draft = adopted_plan(adopted, network.examined, network.source)
     else:
         notify("finding convolutions")
-        convs = look(network, request.network)
+        convs = examine(network, request.network)
         notify("planning")
         draft = draft_for_request(
             request.network, request.resolved_options, convs, network.source, weights
         )
     for caution in cautions(draft):
         warn(caution)
-    elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
+    elements = translated_elements(weights, draft, network.examined, request.start.authors_version)
     if request.dry_run and weights is not None:  # otherwise, loading finds out what does not fit
         lacking = names_lacking(weights, draft)
-        check_weights(network.structure, weights.entries, weights.where, optional=lacking)
+        check_weights(network.examined, weights.entries, weights.where, optional=lacking)
     return Prepared(
         request=request,
         draft=draft,

@@ -36,21 +36,21 @@ class OpenNetwork:
 
     name: str  # heading of a sweep
     # The network itself, with values; or, of a library's network, mostly its structure, on meta.
-    structure: nn.Module
+    examined: nn.Module
     source: ModelSource | None  # what a folder names; None if only the user's code can build it
-    built_by: ModelSource | None  # what builds it with its values; None if `structure` has them
+    built_by: ModelSource | None  # what builds it with its values; None if `examined` has them
 
 
 def _in_memory(model: nn.Module) -> OpenNetwork:
     """Open the user's network in memory, which is converted itself."""
     name = type(model).__name__
-    return OpenNetwork(name=name, structure=model, source=stated_source(model), built_by=None)
+    return OpenNetwork(name=name, examined=model, source=stated_source(model), built_by=None)
 
 
 def _from_user_code(source: ModelSource, seed: int) -> OpenNetwork:
     """Run the user's code, once: the network that it builds has its values."""
     model = build_model(source, seed=seed, trust_code=True)
-    return OpenNetwork(name=source.name, structure=model, source=source, built_by=None)
+    return OpenNetwork(name=source.name, examined=model, source=source, built_by=None)
 
 
 def _from_library(source: ModelSource, seed: int, *, offline: bool) -> OpenNetwork:
@@ -65,7 +65,7 @@ def _from_library(source: ModelSource, seed: int, *, offline: bool) -> OpenNetwo
     stated: ModelSource | None = source
     if source.prefix in OTHER_TIMM_PREFIXES:
         stated = stated_source(structure)
-    return OpenNetwork(name=source.name, structure=structure, source=stated, built_by=source)
+    return OpenNetwork(name=source.name, examined=structure, source=stated, built_by=source)
 
 
 def open_network(
@@ -92,8 +92,8 @@ def open_network(
         if request.checkpoint_key is not None:
             note("the checkpoint key has no effect without a weights file")
         return network, None
-    weights = read_request_weights(request, network.structure, notify, note)
-    classes = classes_of_weights(request, network.structure, weights)
+    weights = read_request_weights(request, network.examined, notify, note)
+    classes = classes_of_weights(request, network.examined, weights)
     if classes is None:
         return network, weights
     source = network.built_by
@@ -129,12 +129,12 @@ def _open_named(request: NetworkRequest, source: ModelSource, *, offline: bool) 
     return _from_user_code(source, request.seed)
 
 
-def look(network: OpenNetwork, request: NetworkRequest) -> ModelConvs:
+def examine(network: OpenNetwork, request: NetworkRequest) -> ModelConvs:
     """Return the network's convolutions, with sizes, MACs, and what was measured of them."""
-    inputs = inputs_of(network.structure, request.input_size, request.example_inputs)
+    inputs = inputs_of(network.examined, request.input_size, request.example_inputs)
     if inputs is None and network.source is not None:
-        inputs = assumed_inputs(network.source, network.structure)
-    return find_convs_for(network.structure, inputs)
+        inputs = assumed_inputs(network.source, network.examined)
+    return find_convs_for(network.examined, inputs)
 
 
 def give_values_(
@@ -162,7 +162,7 @@ def give_values_(
     """
     source = network.built_by
     if source is None:
-        model = network.structure
+        model = network.examined
         if weights is not None:
             load_weights_(model, weights.entries, weights.where, optional=lacking)
     elif weights is not None:

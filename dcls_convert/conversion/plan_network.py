@@ -53,7 +53,7 @@ def draft_for_request(
 
 
 def adopted_plan(
-    plan: ConversionPlan, structure: nn.Module, source: ModelSource | None
+    plan: ConversionPlan, model: nn.Module, source: ModelSource | None
 ) -> ConversionPlan:
     """Return the plan of a folder, if it fits this network.
 
@@ -62,10 +62,10 @@ def adopted_plan(
     """
     # A plan of a network in memory states all arguments, also those that are the defaults.
     is_same = are_same_network(plan.source, source)
-    if not is_same and plan.source != stated_source(structure):
+    if not is_same and plan.source != stated_source(model):
         raise PlanError(f"the plan is for {_described(plan.source)}, not for {_described(source)}")
-    find_planned_convs(structure, plan)  # may raise
-    params = parameter_count(structure)
+    find_planned_convs(model, plan)  # may raise
+    params = parameter_count(model)
     if params != plan.params:
         raise PlanError(
             f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
