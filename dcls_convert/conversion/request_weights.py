@@ -1,4 +1,4 @@
-"""Read the weights that a request states, and name them as in its network."""
+"""Read the weights that a request states, and give them the names of the network's tensors."""
 
 from collections.abc import Mapping
 
@@ -22,10 +22,16 @@ from .request import NetworkRequest, RequestWeights
 def read_request_weights(
     request: NetworkRequest, model: nn.Module, notify: Notify, note: Note
 ) -> RequestWeights:
-    """Read the weights that a request states, for a network of this model.
+    """Read the weights that a request states.
+
+    Args:
+        request: The request.
+        model: The network for the weights; its values are not used.
+        notify: Called with the step that begins.
+        note: Called with messages for the user.
 
     Raises:
-        CheckpointError: They cannot be read, or their names do not fit the network.
+        CheckpointError: The weights cannot be read, or their names do not fit the network.
     """
     assert request.weights is not None
     notify("reading weights")
@@ -54,10 +60,10 @@ def read_request_weights(
 def classes_of_weights(
     request: NetworkRequest, model: nn.Module, weights: RequestWeights
 ) -> int | None:
-    """Return the weights' number of classes, if it differs from the model's and none is stated.
+    """Return the weights' number of classes, if it is not the model's and the request states none.
 
     Raises:
-        CheckpointError: The classifiers have other names.
+        CheckpointError: The classifier's tensors have other names than the model's.
     """
     if request.num_classes is not None:
         return None
