@@ -1,8 +1,9 @@
-"""Read laws off a table: which inputs outputs do not depend on. Windows must not break the laws.
+"""Read laws off a table of dependence. Windows must not break them.
 
 An output axis and an input axis are a pair if the changed output cells move with the changed input
 cells. The slope of this movement and the sizes of both axes tell how output cells lie over input
-cells: `find_pairs`. A law names displacements at which outputs do not look: `laws_of_pair`.
+cells: `find_pairs`. A law names displacements that must not occur, because outputs did not look
+there before: `laws_of_pair`.
 """
 
 import math
@@ -146,7 +147,7 @@ def is_settled(table: DependenceTable) -> bool:
 
 
 def lost_axes(table: DependenceTable) -> list[int]:
-    """Return input axes whose probes change parts of outputs, but the changed parts do not move."""
+    """Return the input axes along which parts of outputs change, but do not move with the probe."""
     lost = set()
     for output, output_axis in _unpaired_axes(table):
         for axis in table.axes:

@@ -174,7 +174,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> M
 
     Args:
         model: The network; all its parameters have values. Afterwards, it is as before.
-        convs: Convolutions, by name, that nothing in themselves keeps from being replaced.
+        convs: Convolutions, by name, that can be replaced as far as is known without a run.
         inputs: The tensors that forward takes.
 
     Raises:
@@ -253,7 +253,7 @@ def _first_run(
 ) -> tuple[Arguments, list[Tensor]]:
     """Return arguments with which the network runs, and its outputs; count calls of convolutions.
 
-    The arguments are small images, if the network runs on these and calls all convolutions.
+    The arguments are small images if, on these, the network runs and calls all convolutions.
     """
     with contextlib.ExitStack() as hooks:
         for name, conv in convs.items():

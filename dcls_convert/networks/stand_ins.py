@@ -18,7 +18,7 @@ STAND_IN_GROWTH = 2  # cells more in a stand-in's window than in the old kernel,
 
 
 class StandIn:
-    """A DCLS layer that computes the function of a convolution, for code that inspects layers.
+    """A DCLS layer that computes the same function as the convolution that it replaces.
 
     Both weights are overwritten with arbitrary values, so that any code reading them shows.
     """
