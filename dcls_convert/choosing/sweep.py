@@ -213,7 +213,7 @@ def make_sweep(
     auto_plan = make_plan(options)
     if weights is not None:
         check_weights(
-            network.structure, weights.entries, weights.where, optional=weights.new_classifier
+            network.examined, weights.entries, weights.where, optional=weights.new_classifier
         )
     for caution in cautions(auto_plan):
         note(caution)
