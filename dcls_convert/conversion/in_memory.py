@@ -64,8 +64,8 @@ def convert_(
         dilated_size: Size of the window in which elements may move, for rules that do not set it:
             one number of cells for all sides, one per side, or a growth such as "+4" (four cells
             more per axis than the kernel). "auto" takes the largest growth that adds at most 15 %
-            to the model's MACs, where windows have at most 17 cells per side and at least half of
-            the windows fit their maps; "+2" if no growth does.
+            to the model's MACs, with windows of at most 17, of which at least half fit their maps.
+            If no growth does, "auto" takes "+2".
         kernel_count: Elements per kernel, for rules that do not set it. "auto" solves for the
             budget; "exact" uses one element per cell of the old kernel.
         rules: A rule set, the name of a built-in one, a file, or a mapping with the keys of a file.
