@@ -16,7 +16,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..conversion.open_network import look, open_network
+from ..conversion.open_network import examine, open_network
 from ..conversion.plan_network import draft_for_request
 from ..conversion.request import NetworkRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
@@ -148,7 +148,7 @@ def model_row(
         network, _ = open_network(
             request, offline=True, notify=ignore_messages, note=ignore_messages
         )
-        convs = look(network, request)
+        convs = examine(network, request)
         row = replace(
             row,
             convolutions=dict(count_conv_kinds(convs).most_common()),

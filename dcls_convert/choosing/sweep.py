@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from ..conversion.open_network import look, open_network
+from ..conversion.open_network import examine, open_network
 from ..conversion.plan_network import cautions, draft_for_request
 from ..conversion.request import NetworkRequest
 from ..errors import CheckpointError, PlanError, check_argument
@@ -205,7 +205,7 @@ def make_sweep(
             f"{weights.where}: has elements of its own, so there is nothing to compare"
         )
     notify("finding convolutions")
-    convs = look(network, request)
+    convs = examine(network, request)
 
     def make_plan(options: PlanOptions) -> ConversionPlan:
         return draft_for_request(request, options, convs, network.source).with_counts()
@@ -213,7 +213,7 @@ def make_sweep(
     auto_plan = make_plan(options)
     if weights is not None:
         check_weights(
-            network.structure, weights.entries, weights.where, optional=weights.new_classifier
+            network.examined, weights.entries, weights.where, optional=weights.new_classifier
         )
     for caution in cautions(auto_plan):
         note(caution)

@@ -1,3 +1,4 @@
-"""One conversion, from the request to the converted network. Any failure, running out of memory
-included, leaves the model as it was.
+"""One conversion, from the request to the converted network.
+
+After any failure, even running out of memory, the model is as it was.
 """

@@ -31,30 +31,30 @@ def apply_plan_(
     note: Note = ignore_messages,
     notify: Notify = ignore_messages,
 ) -> ConversionReport:
-    """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
+    """Replace every convolution of the plan by its DCLS layer, which starts from the old kernel.
 
     Args:
         model: The model that the plan was made for; changed in place. May be on the meta device.
-        plan: From `plan_conversion`. If it says that the model is folded, plain convolutions with
-            the constructed kernels are placed.
+        plan: From `plan_conversion`. If the plan says that the model is folded, the new layers are
+            plain convolutions with the constructed kernels.
         init: As in `convert_`. "exact" needs a plan with an element for every cell
-            (`plan_conversion(kernel_count="exact")`). With "random", weights are cells of the old
-            kernels, so that they keep the distribution of the model's initialisation. In a model
-            without norms, they are then scaled so that outputs keep their mean square.
+            (`plan_conversion(kernel_count="exact")`). With "random", weights are taken from cells
+            of the old kernels, so that weights keep the distribution of the model's initialisation.
+            In a model without norms, weights are then scaled so that outputs keep their mean
+            square.
         positions: As in `convert_`.
         generator: Source of all randomness; by default, a new one with seed 0.
         calibration: For "fit": images, as in `convert_`.
         note: Called with messages for the user.
-        notify: Called with progress: which layers are next.
+        notify: Called with progress: the layers that are next.
 
     Returns:
-        The report of the plan. Each of its layers has the relative error of its kernel, if it
-        starts from the old one; with a calibration, also that of its outputs.
+        The report of the plan. Each layer that starts from the old kernel has the relative error of
+        its kernel and, with a calibration, the relative error of its outputs.
 
     Raises:
-        DclsConvertError: The model is not the one that the plan is for, or does not accept the
-            images. After this and any other error, running out of memory included, the model is
-            as it was.
+        DclsConvertError: The plan is for another model, or the model does not accept the images.
+            After this and any other error, even running out of memory, the model is as it was.
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
@@ -99,19 +99,20 @@ def replace_convs_(
     elements: Mapping[str, Tensor] | None = None,
     notify: Notify,
 ) -> ConversionPlan:
-    """Replace the convolutions, once all layers are made and their values found.
+    """Make all layers, find their values, then replace the convolutions.
 
-    The caller restores the model if this fails.
+    If this function fails, the caller restores the model.
 
     Args:
         model, plan, positions, generator, notify: As in `apply_plan_`.
         init: As in `apply_plan_`, but never "auto".
-        statistics: What the convolutions see in images, to fit outputs; None to fit kernels.
-        elements: Weights, positions and sigmas by their names in the converted model, which are
-            taken instead of a start.
+        statistics: Statistics of the convolutions' inputs for images, to fit outputs; None to fit
+            kernels.
+        elements: Weights, positions and sigmas by their names in the converted model. If given,
+            the layers take these values instead of a start.
 
     Returns:
-        The plan; its layers have the errors that the start left.
+        The plan, with the errors of kernels and outputs after the start.
     """
     if init == EXACT:
         _check_exact_start(plan)
@@ -134,7 +135,7 @@ def replace_convs_(
 
 
 def _check_float64(groups: Sequence[LayerGroup]) -> None:
-    """Refuse to fit on a device that cannot compute in float64."""
+    """Refuse (DclsConvertError) to fit on a device that cannot compute in float64."""
     for group in groups:
         for conv in group.convs:
             if conv.weight.device.type in DEVICE_TYPES_WITHOUT_FLOAT64:
@@ -145,7 +146,7 @@ def _check_float64(groups: Sequence[LayerGroup]) -> None:
 
 
 def _check_exact_start(plan: ConversionPlan) -> None:
-    """Refuse (PlanError) an exact start of a plan with too few elements for it."""
+    """Refuse (PlanError) an exact start if the plan cannot keep every cell of the old kernels."""
     for layer in plan.layers:
         cells = layer.old_cells
         is_exact = find_interpolation(layer.interpolation).is_exact_on_cells

@@ -1,7 +1,7 @@
 """Load elements trained with the authors' package (DCLS 0.1.1, `dcls` on PyPI) into our layers.
 
-Only this file knows the entries and versions of that package. Layers are named as in the model to
-convert.
+Only this file knows the entries and versions of that package. Names of layers are names in the
+model to convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -28,11 +28,12 @@ from .request import ConversionRequest, RequestWeights, options_that_decide_coun
 # Entries of a layer of the authors' package, apart from its bias.
 _WEIGHT = "weight"  # (O, I, E)
 _POSITIONS = "P"  # (A, O, I, E), with the axes in an order that depends on the version
-_SIGMA = "SIG"  # (A, O, I, E), in cells, of either sign; `min_sigma` is added to its absolute value
-# To which axes P[0], P[1], ... belong, by the number of axes.
+_SIGMA = "SIG"  # (A, O, I, E), in cells, of either sign; sigma is its absolute value + `min_sigma`
+# Axes to which P[0], P[1], ... belong, by the number of axes.
 _AXES_OF_V0 = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}
 _AXES_OF_OTHERS = {1: (0,), 2: (1, 0), 3: (2, 1, 0)}
-# All versions but v0 divide an element's spread by its sum plus this: ConstructKernel1d to 3d.
+# All versions but v0 divide an element's spread by its sum plus this number: see
+# ConstructKernel1d to 3d.
 _NORMALISER = 1e-7
 # Version of the authors' published checkpoints. A file without SIG does not state its version.
 RELEASED_VERSION: AuthorsVersion = "v0"
@@ -43,11 +44,11 @@ def split_authors_elements(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """Split a state dict into the elements of the authors' layers and all other entries.
 
-    A layer of theirs has a weight (O, I, E) and a P (A, O, I, E).
+    An authors' layer has a weight (O, I, E) and a P (A, O, I, E).
 
     Returns:
-        The elements, by layer name and kind of entry (empty if there are no such layers), and all
-        other entries.
+        The elements, by layer name and kind of entry (empty without authors' layers), and all other
+        entries.
     """
     rest = dict(state)
     elements: dict[str, dict[str, Tensor]] = {}
@@ -69,7 +70,7 @@ def counts_of_elements(weights: RequestWeights) -> dict[str, int]:
 
 
 def check_counts_of_elements(draft: DraftPlan, weights: RequestWeights) -> None:
-    """Refuse (PlanError) elements for other layers, and rules that state another count."""
+    """Refuse (PlanError) elements for layers outside the draft, and rules with another count."""
     layer_of = {name: layer for layer in draft.layers for name in layer.names}
     for name, count in counts_of_elements(weights).items():
         layer = layer_of.get(name)
@@ -89,7 +90,7 @@ def check_counts_of_elements(draft: DraftPlan, weights: RequestWeights) -> None:
 def check_elements(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
     """Refuse (CheckpointError) a start and counts that contradict elements in the weights.
 
-    It also refuses options for the authors' elements if the weights have none.
+    Without elements in the weights, options for the authors' elements are refused.
     """
     if weights is None:
         return
@@ -132,7 +133,7 @@ def _have_sigma(weights: RequestWeights) -> bool:
 def names_lacking(weights: RequestWeights | None, draft: DraftPlan) -> list[str]:
     """Return the names of the network's tensors that the weights may lack.
 
-    These are a new classifier and, if the weights have elements instead, the old kernels.
+    The weights may lack a new classifier. If they have elements, they may lack the old kernels.
     """
     if weights is None:
         return []
@@ -145,7 +146,7 @@ def names_lacking(weights: RequestWeights | None, draft: DraftPlan) -> list[str]
 def translated_elements(
     weights: RequestWeights | None,
     draft: DraftPlan,
-    structure: nn.Module,
+    model: nn.Module,
     version: AuthorsVersion | None,
 ) -> dict[str, Tensor] | None:
     """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
@@ -153,8 +154,8 @@ def translated_elements(
     The result is None if the weights have no elements.
 
     Raises:
-        CheckpointError: The elements do not fit the plan's layers, are of another version, or would
-            be transformed by a convolution.
+        CheckpointError: The elements do not fit the plan's layers, they are of another version, or
+            a convolution would transform them.
     """
     if weights is None or not weights.elements:
         return None
@@ -166,7 +167,7 @@ def translated_elements(
         )
     state: dict[str, Tensor] = {}
     for layer in draft.layers:
-        conv = structure.get_submodule(layer.name)
+        conv = model.get_submodule(layer.name)
         if (find_traits(conv) or PLAIN).transform_weight:
             raise CheckpointError(
                 f"{where}: {layer.name} is a {type(conv).__name__}, "
@@ -190,7 +191,12 @@ def translated_elements(
 
 
 def _find_elements(layer: LayerPlan, weights: RequestWeights) -> Mapping[str, Tensor]:
-    """Return the layer's entries; refuse those of another interpolation or shape."""
+    """Return the layer's entries.
+
+    Raises:
+        CheckpointError: There are none, or their interpolation or shape differs, or a value is not
+            finite.
+    """
     name = next((name for name in layer.names if name in weights.elements), None)
     if name is None:
         raise CheckpointError(
@@ -232,21 +238,23 @@ def _translate(
 
     Returns:
         "weight" (O, I, E); "positions" (A, O, I, E) from the window's centre, in our order of axes;
-        and "sigma" (A, O, I, E) if the layer has one.
+        and, if the layer has a sigma, "sigma" (A, O, I, E).
     """
     interpolation = find_interpolation(layer.interpolation)
     size = layer.dilated_size
     weight = theirs[_WEIGHT]
     is_v0 = version == "v0" and _SIGMA not in theirs
     axes = _AXES_OF_V0 if is_v0 else _AXES_OF_OTHERS
-    order = list(axes[len(size)])  # the place in P of each of our axes: a swap is its own inverse
-    # Half precision would round positions: at 8 cells from the centre, by a sixteenth of a cell.
+    # For each of our axes, its place in P. The tables state the inverse, but swaps are their own
+    # inverse.
+    order = list(axes[len(size)])
+    # Half precision would round positions: 8 cells from the centre, by a sixteenth of a cell.
     dtype = torch.float32
     if theirs[_POSITIONS].dtype == torch.float64:
         dtype = torch.float64
     positions = theirs[_POSITIONS].to(dtype)[order]
     for axis, place in enumerate(order):
-        # DCLS adds half of the size of axis `place` to P[place], which belongs to axis `axis`.
+        # P[place] belongs to our axis `axis`, but DCLS adds half the size of axis `place` to it.
         positions[axis] += size[place] // 2 - size[axis] // 2
     ours = {"weight": weight, "positions": positions}
     sigma = torch.ones_like(positions)
@@ -254,7 +262,8 @@ def _translate(
         sigma = theirs[_SIGMA].to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
         ours["sigma"] = sigma
     if not is_v0:
-        # The cells of our elements sum to exactly their weight; the authors' sum to a little less.
+        # The cells of our elements sum to exactly their weight, the cells of the authors' elements
+        # to a little less.
         spread_sum = torch.ones_like(weight, dtype=torch.float64)  # (O, I, E)
         for axis, side in enumerate(size):
             cells = positions[axis].double() + side // 2  # from the window's first cell
@@ -266,7 +275,7 @@ def _translate(
 
 
 def _check_inside(layer: LayerPlan, positions: Tensor, where: str) -> None:
-    """Refuse positions (A, O, I, E) outside of the layer's window."""
+    """Refuse (CheckpointError) positions (A, O, I, E) outside the layer's window."""
     for axis, side in enumerate(layer.dilated_size):
         low, high = position_limits(side)
         excess = max(low - positions[axis].min().item(), positions[axis].max().item() - high)

@@ -25,16 +25,16 @@ class OutputsBefore:
     """Outputs of a model before its conversion."""
 
     held_out: list[Any]  # one entry per held-out batch
-    # How close the outputs for images shifted by one pixel are to these: a yardstick for the error
-    # of the conversion. None if no image is held out.
+    # How close the outputs for images shifted by one pixel are to `held_out`: a yardstick for the
+    # error of the conversion. None if no image is held out.
     shifted: Agreement | None
-    random: Any  # for two random images; see `_random_outputs`
+    random: Any  # outputs for two random images; see `_random_outputs`
 
 
 def outputs_before_conversion(
     model: nn.Module, plan: ConversionPlan, images: Calibration | None
 ) -> OutputsBefore:
-    """Run the unconverted model on everything that the converted one is compared on."""
+    """Run the unconverted model on all images on which the converted model is compared."""
     held_out: list[Any] = []
     shifted = None
     if images is not None and images.held_out:
@@ -56,7 +56,7 @@ def compare_with_outputs_before(
     Args:
         before: Outputs before the conversion.
         model: The converted model.
-        plan: What was carried out; its layers have the errors of the kernels.
+        plan: The plan that was carried out; its layers have the errors of the kernels.
         images: The calibration. Without one (None), only outputs for random images are compared.
     """
     random_error = None
@@ -90,17 +90,17 @@ def _mean(errors: Iterable[float | None]) -> float | None:
 
 
 def stated_classes(model: nn.Module) -> int | None:
-    """Return the number of classes that a network of timm's or torchvision's says it ranks.
+    """Return the number of classes that a network of timm or torchvision ranks.
 
-    It is 0 for a network without a classifier. Other networks do not say whether their outputs are
-    scores of classes: None.
+    The number is 0 for a network without a classifier. Return None for other networks: they do not
+    say whether their outputs are scores of classes.
     """
     if not type(model).__module__.startswith(("timm.", "torchvision.models.")):
         return None
     stated: int | None = getattr(model, "num_classes", None)
     if stated is not None:
         return stated
-    # Most networks of torchvision's do not state it, and end in a linear layer.
+    # Most networks of torchvision do not state the number, but their last linear layer has it.
     prefixes = classifier_prefixes(model)
     last: nn.Module | None = None
     for name, module in model.named_modules():
@@ -115,10 +115,10 @@ def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
 
 
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """Return the outputs for two random images, or for other random inputs.
+    """Return the outputs for two random images or, if the model takes no images, random inputs.
 
-    Return None if the model has no weights or fails on it, or if its inputs are unknown or too
-    large.
+    Return None if the model has no weights, if it fails on the inputs, or if the inputs are unknown
+    or too large.
     """
     inputs = plan.inputs
     if inputs is None or pixel_count(inputs) > MAX_PIXELS:

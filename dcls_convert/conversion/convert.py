@@ -1,4 +1,4 @@
-"""One conversion, from the request to the converted network."""
+"""Carry out one conversion, from the request to the converted network."""
 
 import contextlib
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from .apply_plan import replace_convs_
 from .authors import check_elements, names_lacking, translated_elements
 from .before_and_after import compare_with_outputs_before, outputs_before_conversion
 from .enlarge import enlarge_windows_, is_converted, plan_larger_windows
-from .open_network import OpenNetwork, give_values_, look, open_network
+from .open_network import OpenNetwork, examine, give_values_, open_network
 from .plan_network import adopted_plan, cautions, draft_for_request
 from .provenance import attach_provenance_, describe_conversion
 from .request import (
@@ -37,28 +37,30 @@ from .request import (
 
 @dataclass(kw_only=True)
 class Prepared:
-    """A conversion that is decided, but for kernel counts that follow errors. Nothing has changed.
+    """A decided conversion, before anything has changed.
 
-    `finish_` lets go of the weights, once the network has them.
+    Only kernel counts that follow errors are still open. `finish_` drops the weights as soon as the
+    network has them.
     """
 
     request: ConversionRequest
     draft: DraftPlan
-    start_name: str  # what the new layers start from: "random", "fit", ..., or FROM_ELEMENTS
+    # Start of the new layers: "random", "fit", ..., FROM_ELEMENTS or FROM_CONVERTED.
+    start_name: str
     network: OpenNetwork | None  # None for a network that is converted already
     is_adopted: bool = False  # whether the draft is the plan of a folder
     weights: RequestWeights | None = None
     elements: Mapping[str, Tensor] | None = None  # see `replace_convs_`
 
     def predicted(self) -> "Conversion":
-        """Return what the conversion would do: the end of a dry run."""
+        """Return the predicted conversion, which is the result of a dry run."""
         report = report_of(self.draft.with_counts())
         return Conversion(request=self.request, start_name=self.start_name, report=report)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a conversion did or, in a dry run, would do."""
+    """Result of a conversion or, in a dry run, its prediction."""
 
     request: ConversionRequest
     start_name: str  # as in `Prepared`
@@ -76,8 +78,7 @@ def carry_out(
     """Carry out a request: `prepare`, then `finish_`. A model in memory changes in place.
 
     Raises:
-        DclsConvertError: Something does not fit. A model in memory is then as it was, as after any
-            other error.
+        DclsConvertError: Something does not fit. After any error, a model in memory is as it was.
     """
     prepared = prepare(request, notify=notify, warn=warn, note=note)
     return finish_(prepared, notify=notify, note=note)
@@ -91,16 +92,17 @@ def prepare(
     warn: Note,
     note: Note,
 ) -> Prepared:
-    """Decide all that can be decided before the network has its values.
+    """Decide everything that does not depend on the network's values.
 
-    If the network is converted already, its windows get larger.
+    For a network that is converted already, the decision is about larger windows.
 
     Args:
         request: The request.
         adopted: The plan of `request.plan_folder`, which was made for the same network.
-        notify: Called with what is being done.
-        warn: Called with options that have no effect, and with what is not known of the network.
-        note: Called with what else the user should know.
+        notify: Called with the step that begins.
+        warn: Called with a sentence on options without effect, or on unknown properties of the
+            network.
+        note: Called with other messages for the user.
 
     Raises:
         DclsConvertError: Something does not fit.
@@ -117,20 +119,20 @@ def prepare(
     check_elements(request, weights, note)
     draft: DraftPlan
     if adopted is not None:
-        draft = adopted_plan(adopted, network.structure, network.source)
+        draft = adopted_plan(adopted, network.examined, network.source)
     else:
         notify("finding convolutions")
-        convs = look(network, request.network)
+        convs = examine(network, request.network)
         notify("planning")
         draft = draft_for_request(
             request.network, request.resolved_options, convs, network.source, weights
         )
     for caution in cautions(draft):
         warn(caution)
-    elements = translated_elements(weights, draft, network.structure, request.start.authors_version)
-    if request.dry_run and weights is not None:  # otherwise, loading finds out what does not fit
+    elements = translated_elements(weights, draft, network.examined, request.start.authors_version)
+    if request.dry_run and weights is not None:  # without a dry run, loading checks the weights
         lacking = names_lacking(weights, draft)
-        check_weights(network.structure, weights.entries, weights.where, optional=lacking)
+        check_weights(network.examined, weights.entries, weights.where, optional=lacking)
     return Prepared(
         request=request,
         draft=draft,
@@ -143,12 +145,13 @@ def prepare(
 
 
 def finish_(prepared: Prepared, *, notify: Notify, note: Note) -> Conversion:
-    """Give the network its values, and carry the draft out.
+    """Give the network its values, and carry out the draft.
 
     Args:
-        prepared: Can be finished once. A network in memory changes in place, or not at all.
-        notify: Called with what is being done.
-        note: Called with what else the user should know.
+        prepared: The conversion, which can be finished once. A network in memory changes in place;
+            after an error, it is as it was.
+        notify: Called with the step that begins.
+        note: Called with other messages for the user.
 
     Raises:
         DclsConvertError: Weights or images do not fit.
@@ -199,7 +202,7 @@ def _unchanged_on_failure(request: NetworkRequest) -> AbstractContextManager[Non
     """Restore a network in memory if the block fails, with its values if weights are loaded."""
     model = request.model
     if not isinstance(model, nn.Module):
-        return contextlib.nullcontext()  # nobody else has the network
+        return contextlib.nullcontext()  # the user does not have the network yet
     values = []
     if request.weights is not None:
         values = [*model.parameters(), *model.buffers()]
@@ -235,11 +238,11 @@ def _replace_and_compare_(
     elements: Mapping[str, Tensor] | None,
     notify: Notify,
 ) -> ConversionReport:
-    """Replace the network's convolutions, and say how close the outputs of a trained one stayed.
+    """Replace the network's convolutions, and compare the outputs of a trained network.
 
     Args:
-        images: The calibration's images, to compare outputs on, beside random ones.
-        statistics: What the convolutions see in these images.
+        images: The calibration's images. Outputs are compared on them and on random images.
+        statistics: Statistics of the convolutions' inputs for these images.
         elements: See `replace_convs_`.
     """
     notify("converting")

@@ -1,8 +1,8 @@
-"""Give a converted network other windows, in which its elements stay where they are on the maps.
+"""Give a converted network other windows, while its elements stay in place on the maps.
 
-With bilinear elements, outputs do not change; others spread into the new cells, too. Parameters
-stay the same objects. In windows that grow to one side, positions have other numbers: they count
-from the window's centre.
+With bilinear elements, outputs do not change. Elements of other interpolations also spread into the
+new cells. Parameters stay the same objects. In a window that grows to one side, the values of
+positions change, because they count from the window's centre.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from ..text import join_with_and
 from .provenance import WITHOUT_EFFECT, attach_provenance_, provenance_of
 from .request import ConversionRequest
 
-ENLARGED = "enlarged"  # the entry that this adds to a network's provenance
+ENLARGED = "enlarged"  # entry of a network's provenance: its changes of windows
 
 
 def is_converted(model: object) -> TypeGuard[nn.Module]:
@@ -44,11 +44,12 @@ def plan_larger_windows(request: ConversionRequest, model: nn.Module) -> Convers
     """Return the plan of a converted network, with the windows of the request.
 
     Args:
-        request: It states the window, and nothing else that a conversion decides.
+        request: The request, which states the window, and no other option of a conversion.
         model: The network in memory.
 
     Raises:
-        PlanError: The request states more, the plan is not known, or a window does not fit.
+        PlanError: The request states other options, the model has no plan, or a window does not
+            fit.
     """
     check_not_wrapped(model)
     plan = noted_plan(model)
@@ -104,7 +105,7 @@ def _add_to_provenance_(model: nn.Module, request: ConversionRequest) -> None:
 
 
 def _refuse_other_options(request: ConversionRequest, plan: ConversionPlan) -> None:
-    """Refuse (PlanError) all options but the window: everything else was decided before."""
+    """Refuse (PlanError) all options but the window: the first conversion decided the others."""
     free = {"model", "dilated_size", *WITHOUT_EFFECT}
     size = request.network.input_size
     if isinstance(size, Sequence) and tuple(size) == plan.input_size:
@@ -154,12 +155,12 @@ def _plan_with_windows(plan: ConversionPlan, size: int | Sequence[int] | str) ->
 
 
 def _check_positions(layer: DclsConvNd, plan: LayerPlan) -> None:
-    """Refuse (PlanError) a smaller window that elements of the layer do not lie in."""
+    """Refuse (PlanError) a smaller window if elements of the layer lie outside it."""
     for row, axis in enumerate(layer.learnt_axes):
         side = plan.dilated_size[axis]
         low, high = [end - layer.position_shift(axis, side) for end in position_limits(side)]
         present = layer.dilated_kernel_size[axis]
-        # Positions beyond the present window count as those at its border.
+        # A position beyond the present window counts as a position at its border.
         inside = layer.positions[row].detach().clamp(*position_limits(present))
         if inside.is_meta:
             return
@@ -190,7 +191,7 @@ def _set_windows_(layers: Sequence[DclsConvNd], plans: Sequence[LayerPlan]) -> d
 
 
 def _relative_error(new: Tensor, old: Tensor, plan: LayerPlan) -> float:
-    """Return |new - old| / |old| of kernels (O, I, *window) of a layer, before and after."""
+    """Return |new - old| / |old| for the new and the old kernel (O, I, *window) of a layer."""
     cells: list[int] = []  # to add before and after each axis, the last axis first
     sides = zip(new.shape[2:], old.shape[2:], plan.grow_of_axes, strict=True)
     for side, old_side, grow in sides:

@@ -56,23 +56,22 @@ def convert_(
 ) -> ConversionReport:
     """Replace the matching convolutions of `model` by DCLS layers, in place, and report the costs.
 
-    A model that is converted already is not converted again: its elements get another window. State
-    `dilated_size` alone. Parameters stay the same objects. With bilinear elements, outputs do not
-    change.
+    If the model is converted already, its layers get other windows: state `dilated_size` alone.
+    Parameters stay the same objects. With bilinear elements, outputs do not change.
 
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.
         dilated_size: Size of the window in which elements may move, for rules that do not set it:
             one number of cells for all sides, one per side, or a growth such as "+4" (four cells
             more per axis than the kernel). "auto" takes the largest growth that adds at most 15 %
-            to the model's MACs, with windows of at most 17, of which at least half fit their maps;
-            if there is none, "+2".
+            to the model's MACs, with windows of at most 17, of which at least half fit their maps.
+            If no growth does, "auto" takes "+2".
         kernel_count: Elements per kernel, for rules that do not set it. "auto" solves for the
             budget; "exact" uses one element per cell of the old kernel.
         rules: A rule set, the name of a built-in one, a file, or a mapping with the keys of a file.
             "auto" converts depthwise convolutions, or 3x3 ones if there are none.
         scope: "model" gives all layers one kernel count. "error" spends the same budget where
-            kernels need it most. "auto" is "error" with a calibration, otherwise "model".
+            kernels need it most. "auto" is "error" with a calibration, "model" without.
         tie: "stage" shares positions among layers of the same stage and shape; "none" gives every
             layer its own.
         budget: Parameters that new weights, positions and sigmas may use, in percent of the
@@ -82,24 +81,24 @@ def convert_(
         strict: Raise an error for a matching convolution that cannot take the size, instead of
             skipping it.
         init: "auto" is "fit". "fit" chooses the elements whose kernels are closest to the model's
-            own; "largest" takes the cells of each kernel that have the most energy over its tie
-            group; "random" draws random positions, as the paper does to train from scratch;
-            "exact" puts one element on each cell of the old kernel, which keeps the outputs but
-            needs more parameters.
+            own; "largest" takes the cells with the most energy over the kernel's tie group;
+            "random" draws random positions, as the paper does to train from scratch; "exact" puts
+            one element on each cell of the old kernel, which keeps the outputs but needs more
+            parameters.
         positions: For init="random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
             kernel, "uniform" over the window. If the input size is known, "uniform" stays within
             the cells that can meet the feature map.
         calibration: For init="fit": images, as in `read_calibration_images`, or its result.
             Elements are then fitted so that the outputs, not the kernels, stay close.
-        held_out: Images to compare outputs on, as in `read_calibration_images`, other than those
-            of the calibration. None takes every fifth of these.
+        held_out: Images on which outputs are compared, as in `read_calibration_images`; not images
+            of the calibration. None takes every fifth image of the calibration.
         mean, std: Normalisation of a folder of images, as in `read_calibration_images`.
-        input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
+        input_size: (channels, rows, columns) at which MACs are counted. None takes the size that a
             timm model states.
         example_inputs: For a network that takes anything but one image, or values of a certain
-            range: what forward is called with, with the batch axis, of any dtype. A tensor, a tuple
+            range: what forward is called with, of any dtype, with the batch axis. A tensor, a tuple
             of tensors, or a dict of keyword arguments. The plan keeps shapes, dtypes and ranges.
-        seed: For random positions. The global generator is not touched.
+        seed: Seed of random positions. The global generator is not touched.
         progress: Show progress on stderr if the work takes more than two seconds: a bar with the
             time left on a terminal, otherwise lines. None shows it only on a terminal and in a
             notebook.
@@ -162,17 +161,17 @@ def convert_from_authors_(
 
     Args:
         model: The unconverted network, such as `timm.create_model("convnext_tiny")`.
-        weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the
-            file that holds it. Names may be those of the original ConvNeXt. Elements and their
-            count are taken from it.
-        rules: As in `convert_`. The converted layers must be exactly those that have positions.
-        version: For weights without SIG: "v0" (as released, same as None) or "v1". They differ in
-            the order of the axes.
+        weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or a
+            file with this state dict. It may use the names of the original ConvNeXt. It decides
+            the elements and their count.
+        rules: As in `convert_`. The converted layers must be exactly the layers that have a `P`.
+        version: For weights without SIG: "v0" (as released, same as None) or "v1". The versions
+            differ in the order of the axes.
         input_size, example_inputs: As in `convert_`.
-        options: dilated_size, tie, interpolation and strict, as in `convert_`. The file does not
-            state the window used in training; without SIG, a larger window gives the same outputs.
-            It does not state the interpolation either. Without SIG, it is "bilinear" (same as
-            None). With SIG, it is "triangle" for the authors' version "max" and "gaussian" for
+        options: dilated_size, tie, interpolation and strict, as in `convert_`. The weights state
+            neither the window used in training nor the interpolation. Without SIG, a larger window
+            gives the same outputs, and the interpolation is "bilinear" (same as None). With SIG,
+            the interpolation is "triangle" for the authors' version "max" and "gaussian" for
             "gauss"; both normalise elements over the window.
 
     Returns:
@@ -197,5 +196,5 @@ def convert_from_authors_(
 
 
 def _warn(message: str) -> None:
-    # Called by `prepare`, which `carry_out` calls; a public function calls this, and the user that.
+    # The user calls a public function, which calls `carry_out`, `prepare` and this function.
     warnings.warn(message, stacklevel=5)

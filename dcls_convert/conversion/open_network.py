@@ -1,7 +1,8 @@
-"""Open the network that a request names: what is known before its weights are there.
+"""Open the network that a request names, to examine it before its weights are loaded.
 
-There are three ways in: a network in memory, one that the user's code builds, and one of a library.
-Each says what is looked at, what builds the network with its values, and what a folder calls it.
+There are three kinds of networks: in memory, built by the user's code, and built by a library. For
+each kind, `OpenNetwork` has the module to examine, the source that builds the network with its
+values, and the source that a folder states.
 """
 
 import functools
@@ -32,40 +33,44 @@ from .request_weights import classes_of_weights, read_request_weights
 
 @dataclass(frozen=True, kw_only=True)
 class OpenNetwork:
-    """A network that is looked at, and gets its values later."""
+    """A network that can be examined, and gets its values later."""
 
     name: str  # heading of a sweep
-    # The network itself, with values; or, of a library's network, mostly its structure, on meta.
-    structure: nn.Module
-    source: ModelSource | None  # what a folder names; None if only the user's code can build it
-    built_by: ModelSource | None  # what builds it with its values; None if `structure` has them
+    # The module to examine: the network itself, with values; or, for most networks of a library,
+    # the same network on the meta device.
+    examined: nn.Module
+    # The source that a folder states; None if only the user's code can build the network.
+    source: ModelSource | None
+    # The source that builds the network with its values; None if `examined` has the values.
+    built_by: ModelSource | None
 
 
 def _in_memory(model: nn.Module) -> OpenNetwork:
-    """Open the user's network in memory, which is converted itself."""
+    """Open the user's network in memory, which will be converted in place."""
     name = type(model).__name__
-    return OpenNetwork(name=name, structure=model, source=stated_source(model), built_by=None)
+    return OpenNetwork(name=name, examined=model, source=stated_source(model), built_by=None)
 
 
 def _from_user_code(source: ModelSource, seed: int) -> OpenNetwork:
-    """Run the user's code, once: the network that it builds has its values."""
+    """Run the user's code, once: it builds the network with its values."""
     model = build_model(source, seed=seed, trust_code=True)
-    return OpenNetwork(name=source.name, structure=model, source=source, built_by=None)
+    return OpenNetwork(name=source.name, examined=model, source=source, built_by=None)
 
 
 def _from_library(source: ModelSource, seed: int, *, offline: bool) -> OpenNetwork:
-    """Open a network of timm, torchvision or the hub, or in timm's format, on the meta device.
+    """Open a network of timm, torchvision or the hub, or a folder in timm's format, on meta.
 
-    A network of timm that returns features by hooks has values, because it is measured.
+    Only library code is examined on meta. Other networks, such as timm's feature extractors with
+    hooks, are built with values, because they must be measured.
     """
     build = functools.partial(build_model, source, seed=seed, offline=offline, trust_code=True)
-    structure = build(device="meta")
-    if not is_library_code(structure):
-        structure = build()
+    examined = build(device="meta")
+    if not is_library_code(examined):
+        examined = build()
     stated: ModelSource | None = source
     if source.prefix in OTHER_TIMM_PREFIXES:
-        stated = stated_source(structure)
-    return OpenNetwork(name=source.name, structure=structure, source=stated, built_by=source)
+        stated = stated_source(examined)
+    return OpenNetwork(name=source.name, examined=examined, source=stated, built_by=source)
 
 
 def open_network(
@@ -78,8 +83,8 @@ def open_network(
     Args:
         request: The network.
         offline: Download nothing.
-        notify: Called with what is being done.
-        note: Called with what the user should know.
+        notify: Called with the step that begins.
+        note: Called with messages for the user.
 
     Raises:
         DclsConvertError: The model or the weights cannot be read, or do not fit each other.
@@ -92,8 +97,8 @@ def open_network(
         if request.checkpoint_key is not None:
             note("the checkpoint key has no effect without a weights file")
         return network, None
-    weights = read_request_weights(request, network.structure, notify, note)
-    classes = classes_of_weights(request, network.structure, weights)
+    weights = read_request_weights(request, network.examined, notify, note)
+    classes = classes_of_weights(request, network.examined, weights)
     if classes is None:
         return network, weights
     source = network.built_by
@@ -119,7 +124,7 @@ def _stated_source(request: NetworkRequest, name: str) -> ModelSource:
         pretrained=request.pretrained,
     )
     if source.is_from_registry:
-        check_source(source)  # or the folder could not be loaded
+        check_source(source)  # a source that is refused could not be loaded from a folder
     return source
 
 
@@ -129,12 +134,12 @@ def _open_named(request: NetworkRequest, source: ModelSource, *, offline: bool) 
     return _from_user_code(source, request.seed)
 
 
-def look(network: OpenNetwork, request: NetworkRequest) -> ModelConvs:
-    """Return the network's convolutions, with sizes, MACs, and what was measured of them."""
-    inputs = inputs_of(network.structure, request.input_size, request.example_inputs)
+def examine(network: OpenNetwork, request: NetworkRequest) -> ModelConvs:
+    """Return the network's convolutions, with their sizes, MACs and measured dependence."""
+    inputs = inputs_of(network.examined, request.input_size, request.example_inputs)
     if inputs is None and network.source is not None:
-        inputs = assumed_inputs(network.source, network.structure)
-    return find_convs_for(network.structure, inputs)
+        inputs = assumed_inputs(network.source, network.examined)
+    return find_convs_for(network.examined, inputs)
 
 
 def give_values_(
@@ -145,16 +150,17 @@ def give_values_(
     lacking: Collection[str] = (),
     notify: Notify,
 ) -> nn.Module:
-    """Return the network with its values: the one in memory or of the user's code, or a new one.
+    """Return the network with its values.
 
-    A network that is not new is changed in place.
+    A network in memory, or built by the user's code, is changed in place. A network of a library is
+    built again, with its values.
 
     Args:
         network: The network.
-        request: What it was opened for.
-        weights: The weights to load; None for pretrained or random ones, or those in memory.
+        request: The request for which the network was opened.
+        weights: The weights to load; None for pretrained or random weights, or weights in memory.
         lacking: Names of tensors that the weights may lack.
-        notify: Called with what is being done.
+        notify: Called with the step that begins.
 
     Raises:
         CheckpointError: The weights do not fit.
@@ -162,7 +168,7 @@ def give_values_(
     """
     source = network.built_by
     if source is None:
-        model = network.structure
+        model = network.examined
         if weights is not None:
             load_weights_(model, weights.entries, weights.where, optional=lacking)
     elif weights is not None:
@@ -177,7 +183,7 @@ def give_values_(
         )
     is_in_memory = isinstance(request.model, nn.Module)
     if weights is not None or not (is_in_memory or request.pretrained):
-        forget_origin_(model)  # its weights are not those of timm that its config states
+        forget_origin_(model)  # the config states timm's weights, which the model does not have
     if request.device is not None:
         model = model.to(request.device)
     return model

@@ -28,20 +28,21 @@ def draft_for_request(
     source: ModelSource | None,
     weights: RequestWeights | None = None,
 ) -> DraftPlan:
-    """Decide everything but the counts that the budget or the layers' errors decide.
+    """Decide everything except the counts that the budget or the layers' errors decide.
 
     Args:
         request: The network.
         options: What to plan.
         convs: The network's convolutions.
-        source: What builds the network again; None if only the user's code can.
+        source: The source that builds the network again; None if only the user's code can.
         weights: The weights that the request states.
 
     Raises:
         DclsConvertError: The options do not fit the network, its weights or its input size.
     """
     if weights is not None and weights.elements:
-        options = replace(options, kernel_count=AUTO)  # that of the elements, if one is stated
+        # A stated count equals the elements' count: `check_elements`. Layers may differ in counts.
+        options = replace(options, kernel_count=AUTO)
         draft = draft_plan(convs, options, source, known_counts=counts_of_elements(weights))
         check_counts_of_elements(draft, weights)
     else:
@@ -53,32 +54,33 @@ def draft_for_request(
 
 
 def adopted_plan(
-    plan: ConversionPlan, structure: nn.Module, source: ModelSource | None
+    plan: ConversionPlan, model: nn.Module, source: ModelSource | None
 ) -> ConversionPlan:
     """Return the plan of a folder, if it fits this network.
 
     Raises:
         PlanError: The network differs from the planned one; the message names the first difference.
     """
-    # A plan of a network in memory states all arguments, also those that are the defaults.
+    # A plan of a network in memory states all arguments, even default values.
     is_same = are_same_network(plan.source, source)
-    if not is_same and plan.source != stated_source(structure):
+    if not is_same and plan.source != stated_source(model):
         raise PlanError(f"the plan is for {_described(plan.source)}, not for {_described(source)}")
-    find_planned_convs(structure, plan)  # may raise
-    params = parameter_count(structure)
+    find_planned_convs(model, plan)  # may raise
+    params = parameter_count(model)
     if params != plan.params:
         raise PlanError(
             f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
         )
-    plan = replace(plan, folded=False)  # the plan of a folded network makes DCLS layers again
+    plan = replace(plan, folded=False)  # even the plan of a folded network gives DCLS layers
     if source is not None and (is_same or plan.source is None):
-        # The plan of a network in memory has no name; and preprocessing is that of these weights.
+        # The plan of a network in memory has no name. The arguments of `source` decide the
+        # preprocessing, which belongs to the weights.
         plan = replace(plan, model=source.name, model_args=source.args)
     return plan
 
 
 def cautions(draft: DraftPlan) -> list[str]:
-    """Return sentences on what is not known of the network, and what this may mean."""
+    """Return sentences on unknown properties of the network, with the possible consequences."""
     found = []
     if draft.not_measured is not None:
         found.append(

@@ -1,7 +1,7 @@
 """The record of how a network was converted: a JSON mapping that stays with the network.
 
-Except in the command, it names files without their folders. It contains no time, so equal requests
-give equal records. A record that was read from a folder may hold any JSON values.
+The record names files without their folders, except in the command. It contains no time, so equal
+requests give equal records. A record that was read from a folder may hold any JSON values.
 """
 
 import json
@@ -18,12 +18,12 @@ from .. import __version__
 from ..text import printable
 from .request import ConversionRequest, NetworkRequest
 
-# On a converted model; copies and pickles keep it.
+# Attribute of a converted model; copies and pickles keep it.
 PROVENANCE_ATTRIBUTE = "dcls_provenance"
-# Fields of a request that the record has elsewhere: in entries of their own, or field by field.
+# Fields of a request that the record states separately, not as options.
 RECORDED_APART = ("model", "seed", "weights", "pretrained")
-WITHOUT_EFFECT = ("needs_authors_elements",)  # on the result
-# Options that name a file, or are in memory.
+WITHOUT_EFFECT = ("needs_authors_elements",)  # options without effect on the result
+# Options whose values are files, or objects in memory.
 FILE_OPTIONS = ("rules", "calibration", "held_out", "example_inputs")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
 
@@ -52,7 +52,7 @@ def describe_conversion(request: ConversionRequest) -> dict[str, Any]:
 
 
 def _model_name(request: NetworkRequest) -> str:
-    """Return the model as the user named it, without folders; for one in memory, its class."""
+    """Return the user's name of the model, without folders; for a model in memory, its class."""
     if not isinstance(request.model, str):
         return type(request.model).__name__
     if request.model.startswith("local-dir:"):
@@ -77,7 +77,7 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    """Return an option as a JSON value; of a path, only the last component."""
+    """Return an option as a JSON value. Only the last component of a path is kept."""
     if name not in FILE_OPTIONS:
         return json.loads(json.dumps(value, default=str))
     value = getattr(value, "source", value)  # of a `RuleSet`
@@ -87,13 +87,13 @@ def _plain_value(name: str, value: Any) -> Any:
 
 
 def provenance_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return the record that a converted model carries, or None if it has none."""
+    """Return the record of a converted model, or None if there is none."""
     provenance: dict[str, Any] | None = vars(model).get(PROVENANCE_ATTRIBUTE)
     return provenance
 
 
 def attach_provenance_(model: nn.Module, provenance: dict[str, Any] | None) -> None:
-    """Attach a record to the model and to its future copies; do nothing if it is None."""
+    """Attach a record to the model, which its copies keep. None changes nothing."""
     if provenance is not None:
         vars(model)[PROVENANCE_ATTRIBUTE] = provenance
 

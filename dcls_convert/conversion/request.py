@@ -1,8 +1,8 @@
-"""What a conversion is asked for, from the command line or from Python, in three parts.
+"""The request for a conversion, from the command line or from Python, in three parts.
 
-`NetworkRequest` says which network and weights, `PlanOptions` what to plan, and `StartRequest` how
-the new layers start. Together they are a `ConversionRequest`, which resolves "auto" where the
-request alone decides; where the network does, the planner resolves it.
+`NetworkRequest` names the network and its weights, `PlanOptions` decides what to plan, and
+`StartRequest` how the new layers start. A `ConversionRequest` contains all three. It resolves
+"auto" where the request alone decides. Where the network decides, the planner resolves "auto".
 
 Nothing is read or built here, and nothing heavy is imported, so that the command line refuses
 conflicting options at once.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..starts.images import Calibration, Images
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
-# Starts beside those of `Init`: the elements that the weights have, or a converted network.
+# Names of starts that are not in `Init`: from elements in the weights, from a converted network.
 FROM_ELEMENTS = "elements"
 FROM_CONVERTED = "converted"
 NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a weights file"
@@ -46,7 +46,7 @@ NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a weights file"
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkRequest:
-    """Which network is converted, with which weights, and what it takes.
+    """The network to convert, its weights, and its inputs.
 
     Raises:
         PlanError: Values contradict each other, or the seed is out of bounds.
@@ -58,16 +58,16 @@ class NetworkRequest:
     num_classes: int | None = None
     in_chans: int | None = None
     model_kwargs: Mapping[str, Any] | None = None  # more arguments of its function
-    pretrained: bool = False  # with the weights that the model's library offers
-    # A state dict or its file; its layers may be those of the authors' package.
+    pretrained: bool = False  # whether to load the weights that the model's library offers
+    # A state dict or its file; its layers may be layers of the authors' package.
     weights: "Mapping[str, Tensor] | Path | None" = None
     # Which state dict of `weights`, such as "ema", or which names in it, such as "encoder_q".
     checkpoint_key: str | None = None
     # (channels, *spatial) at which MACs are counted; None for the size that the model states.
     input_size: Sequence[int] | None = None
     example_inputs: "ExampleInputs | None" = None  # for a network that takes anything but images
-    seed: int = 0  # of all random values: the network's, and those of new layers
-    device: str | None = None  # where a named model is fitted and compared; None for the CPU
+    seed: int = 0  # of all random values, in the network and in new layers
+    device: str | None = None  # device to fit and compare a named model on; None for the CPU
 
     def __post_init__(self) -> None:
         for name in ("seed", "input_size"):
@@ -81,13 +81,13 @@ class NetworkRequest:
 
     @property
     def trained(self) -> bool:
-        """Whether the network has trained weights; one in memory is assumed to have them."""
+        """Whether the network has trained weights, as is assumed of a network in memory."""
         return not isinstance(self.model, str) or self.pretrained or self.weights is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRequest:
-    """How the new layers start.
+    """The start of the new layers.
 
     Raises:
         PlanError: A name is not known, or values contradict each other.
@@ -103,7 +103,7 @@ class StartRequest:
     # Normalisation of the images in the calibration's folder; None for what the model states.
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] | None = None
-    needs_authors_elements: bool = False  # whether the weights must have elements of their layers
+    needs_authors_elements: bool = False  # whether the weights must have the authors' elements
     authors_version: AuthorsVersion | None = None  # of the authors' layers in the weights
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class StartRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """What is converted, and how.
+    """A complete request for a conversion.
 
     Raises:
         PlanError: Options contradict each other.
@@ -125,7 +125,7 @@ class ConversionRequest:
     network: NetworkRequest
     options: PlanOptions = field(default_factory=PlanOptions)
     start: StartRequest = field(default_factory=StartRequest)
-    # Folder whose plan is carried out, for the records; None for a new plan.
+    # Folder whose plan is carried out (for records only); None for a new plan.
     plan_folder: Path | None = None
     dry_run: bool = False  # nothing is downloaded, and the network is not built with its weights
     command: str | None = None  # the command line as typed; None from Python
@@ -142,7 +142,7 @@ class ConversionRequest:
 
     @property
     def counts_follow_errors(self) -> bool:
-        """Whether the layers' errors decide the counts that no rule states: scope "error"."""
+        """Whether the layers' errors decide the counts that no rule states, as in scope "error"."""
         if self.options.kernel_count != AUTO:
             return False
         if self.options.scope == AUTO:
@@ -161,8 +161,8 @@ class ConversionRequest:
 class RequestWeights:
     """The weights that a request states, under the names of its network's tensors."""
 
-    where: str  # their name in messages
-    # Elements of the authors' layers, if there are any, by layer name and entry: see `authors.py`.
+    where: str  # name of the weights in messages
+    # Elements of the authors' layers, by layer name and entry (see `authors.py`); may be empty.
     elements: "Mapping[str, Mapping[str, Tensor]]"
     entries: "Mapping[str, Tensor]"  # all other tensors
     # Names of the tensors of a new classifier, which `entries` lacks.
@@ -170,7 +170,7 @@ class RequestWeights:
 
 
 def options_without_effect(request: ConversionRequest) -> list[str]:
-    """Return a sentence for each stated option that has no effect beside the others."""
+    """Return a sentence for each stated option that the other options make ineffective."""
     sentences = []
     start = request.start
     if request.network.weights is None and start.authors_version is not None:

@@ -1,4 +1,4 @@
-"""Read the weights that a request states, and name them as in its network."""
+"""Read the weights that a request states, and give them the names of the network's tensors."""
 
 from collections.abc import Mapping
 
@@ -20,12 +20,18 @@ from .request import NetworkRequest, RequestWeights
 
 
 def read_request_weights(
-    request: NetworkRequest, structure: nn.Module, notify: Notify, note: Note
+    request: NetworkRequest, model: nn.Module, notify: Notify, note: Note
 ) -> RequestWeights:
-    """Read the weights that a request states, for a network of this structure.
+    """Read the weights that a request states.
+
+    Args:
+        request: The request.
+        model: The network for the weights; its values are not used.
+        notify: Called with the step that begins.
+        note: Called with messages for the user.
 
     Raises:
-        CheckpointError: They cannot be read, or their names do not fit the network.
+        CheckpointError: The weights cannot be read, or their names do not fit the network.
     """
     assert request.weights is not None
     notify("reading weights")
@@ -33,11 +39,11 @@ def read_request_weights(
     if isinstance(request.weights, Mapping):
         where = "the state dict"
     state = read_weights(request.weights, key=request.checkpoint_key, note=note)
-    entries = rename_to_model(structure, state, where=where, note=note)
+    entries = rename_to_model(model, state, where=where, note=note)
     new_classifier: list[str] = []
     if request.num_classes is not None:
-        new_classifier = differing_classifier(structure, entries)
-        own_names = structure.state_dict().keys()
+        new_classifier = differing_classifier(model, entries)
+        own_names = model.state_dict().keys()
         new = [name for name in new_classifier if name in own_names]
         if new:
             note(
@@ -52,21 +58,21 @@ def read_request_weights(
 
 
 def classes_of_weights(
-    request: NetworkRequest, structure: nn.Module, weights: RequestWeights
+    request: NetworkRequest, model: nn.Module, weights: RequestWeights
 ) -> int | None:
-    """Return the weights' number of classes, if it differs from the model's and none is stated.
+    """Return the weights' number of classes, if it is not the model's and the request states none.
 
     Raises:
-        CheckpointError: The classifiers have other names.
+        CheckpointError: The classifier's tensors have other names than the model's.
     """
     if request.num_classes is not None:
         return None
-    own_names = structure.state_dict().keys()
-    differing = sorted((own_names ^ weights.entries.keys()) - alias_names(structure).keys())
-    prefixes = classifier_prefixes(structure)
+    own_names = model.state_dict().keys()
+    differing = sorted((own_names ^ weights.entries.keys()) - alias_names(model).keys())
+    prefixes = classifier_prefixes(model)
     if differing and all(name.startswith(prefixes) for name in differing):
         raise CheckpointError(
             f"{weights.where}: its classifier has other tensors than the model's: "
             f"{short_list(differing)}; state the number of classes for a new one, or 0 for none"
         )
-    return differing_num_classes(structure, weights.entries)
+    return differing_num_classes(model, weights.entries)

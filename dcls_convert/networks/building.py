@@ -27,7 +27,7 @@ def build_model(
     offline: bool = False,
     trust_code: bool = False,
 ) -> nn.Module:
-    """Build the model, and leave it in the mode (training or eval) that its factory set.
+    """Build the model, in the mode (training or eval) that its factory sets.
 
     Args:
         source: What to build.
@@ -51,12 +51,12 @@ def build_model(
         if device == "meta":
             model = _build_on_meta(factory)
         if model is None:
-            with seeded(seed):  # the import and attempts on meta may have drawn random numbers
+            with seeded(seed):  # again: the import and the attempt on meta may draw random numbers
                 model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
-    is_own = source.prefix not in LIBRARY_PREFIXES
-    if is_own and any(parameter.is_meta for parameter in model.parameters()):
+    is_users_code = source.prefix not in LIBRARY_PREFIXES
+    if is_users_code and any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
             f"{source.name}: was built on the meta device, without weights; build it on the CPU"
         )
@@ -100,14 +100,14 @@ def _errors_on_one_line(name: str, *, pretrained: bool) -> Iterator[None]:
 def _build_on_meta(factory: Callable[[], Any]) -> Any:
     """Build a library's model on meta, or return None if its factory needs values.
 
-    torchvision's RegNets do, which calculate their widths with tensors.
+    torchvision's RegNets need them: they calculate their widths with tensors.
     """
     try:
         with torch.device("meta"):
             return factory()
-    except OSError:  # of a file, or of the hub, which may have tried for long
+    except OSError:  # a file or the hub failed; trying again could take long
         raise
-    except Exception:  # an error that is not due to meta occurs again on the CPU
+    except Exception:  # an error with another cause than meta occurs again on the CPU
         return None
 
 
@@ -130,10 +130,10 @@ def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> 
     model: nn.Module = models.get_model(name, **args)
     if not pretrained:
         return model
-    # torchvision refuses weights together with num_classes. With weights, some models have other
-    # modules, such as a second head for training or frozen BatchNorms; the folder of a converted
-    # model could not tell which. So the weights are copied into the model that is built without; a
-    # head of another shape stays new.
+    # Build the model without weights, and copy them into it. torchvision refuses weights together
+    # with num_classes. If it loads weights itself, some models get other modules, such as a second
+    # head for training or frozen BatchNorms, and the folder of a converted model could not say
+    # which. A head of another shape keeps its random values.
     shapes = shapes_of(model)
     state = models.get_model(name, weights="DEFAULT").state_dict()
     for key, tensor in list(state.items()):
@@ -160,7 +160,7 @@ def _users_factory(source: ModelSource) -> Callable[[], Any]:
         raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
 
     def build() -> Any:
-        with _importable_current_folder():  # it may import other files of the folder
+        with _importable_current_folder():  # the factory may import other files of the folder
             return factory(**source.args)
 
     return build

@@ -52,20 +52,20 @@ def find_convs(
         model: Not changed. Its weights may be on any device. On the meta device, the network
             cannot be measured.
         input_size: Size of one image, (channels, *spatial); in 2-D and 3-D, the spatial sizes
-            alone mean 3 channels. Without it, the size that a timm model states is used. Output
-            sizes and MACs come from one forward pass; they are None if the model does not run. A
-            network that is not timm's or torchvision's as it is runs a few times more, to measure
-            what it does with its convolutions; afterwards it is as before.
-        example_inputs: For any other input: what forward is called with, of any dtype, with the
-            batch axis. A tensor, a tuple of tensors, or a dict of keyword arguments. Only shapes,
-            dtypes and the range of values are used, and one image of a batch, if the network takes
-            one.
+            alone mean 3 channels. None takes the size that a timm model states. Output sizes and
+            MACs come from one forward pass; they are None if the model does not run. Networks of
+            timm and torchvision that nothing has changed need no more. Any other network runs a few
+            times more, to measure what it does with its convolutions. Afterwards, it is as before.
+        example_inputs: For a network that takes anything but one image: what forward is called
+            with, of any dtype, with the batch axis. A tensor, a tuple of tensors, or a dict of
+            keyword arguments. Only shapes, dtypes and the range of values are used. A batch of
+            images is reduced to one image, if the network takes one image.
 
     Raises:
         DclsConvertError: `model` is not a module.
         PlanError: `input_size` is not made of positive integers, or does not fit the number of
-            dimensions of the convolutions; it is given beside `example_inputs`; or the model is
-            compiled or has DCLS layers already.
+            dimensions of the convolutions; both `input_size` and `example_inputs` are given; or the
+            model is compiled or has DCLS layers already.
     """
     check_argument("model", model, nn.Module)
     return find_convs_for(model, inputs_of(model, input_size, example_inputs))
@@ -74,7 +74,7 @@ def find_convs(
 def inputs_of(
     model: nn.Module, input_size: Sequence[int] | None, example_inputs: ExampleInputs | None
 ) -> InputSpec | None:
-    """Return what forward takes, as the user or a timm model states it; None if neither does.
+    """Return the inputs of forward that the user or a timm model states; None if neither does.
 
     Raises:
         PlanError: See `find_convs`.
@@ -92,7 +92,7 @@ def inputs_of(
 
 
 def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
+    """Return (channels, *spatial); raise PlanError if the size does not fit the model's axes."""
     first = next(iter(_convs_with_names(model)), None)
     if first is not None and size[0] == first.in_channels:
         # The first convolution sees the image; later ones may have more axes.
@@ -109,20 +109,20 @@ def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _dims(model: nn.Module) -> set[int]:
-    """Return the numbers of spatial axes that the model's convolutions have; 2 without any."""
+    """Return the numbers of spatial axes of the model's convolutions; {2} if there are none."""
     return set(map(dims_of, _convs_with_names(model))) or {2}
 
 
 def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
-    """Return every convolution object of `model`, as `find_convs`, for described inputs."""
+    """Return every convolution object of `model`, as `find_convs` does, for described inputs."""
     check_not_wrapped(model)
     _check_not_converted(model)
     names_of = _convs_with_names(model)
-    is_own = not is_library_code(model)
-    traced, inputs, macs_note = _try_trace(model, inputs, is_own=is_own)
+    is_users_code = not is_library_code(model)
+    traced, inputs, macs_note = _try_trace(model, inputs, is_users_code=is_users_code)
     reasons = _why_skipped(model, names_of, traced)
     measured = Measured()
-    if is_own:
+    if is_users_code:
         convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
         measured = _measure(model, convs, inputs)
         reasons |= measured.reasons
@@ -140,7 +140,7 @@ def find_convs_for(model: nn.Module, inputs: InputSpec | None) -> ModelConvs:
             None if traced is None else traced.calls[name],
             stage=stages.stage_of.get(name),
             stem=name in stages.stem or _takes_image(conv, names_of, traced, inputs),
-            reads_attributes=measured.readers.get(name),
+            why_attributes_are_needed=measured.why_read.get(name),
         )
         sites.append(site)
     return ModelConvs(
@@ -193,9 +193,10 @@ def _takes_image(
     traced: Trace | None,
     inputs: InputSpec | None,
 ) -> bool:
-    """True if a convolution sees an input, and has its channels or those of all inputs together.
+    """True if a convolution sees an input of the network, and its channels fit.
 
-    Without a trace, the first convolution is assumed to see one.
+    They fit if they are the channels of one input, or of all inputs together. Without a trace, the
+    first convolution is assumed to see an input.
     """
     if traced is None:
         sees_input = conv is next(iter(names_of))
@@ -209,7 +210,7 @@ def _takes_image(
 def _why_skipped(
     model: nn.Module, names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | None
 ) -> dict[str, str]:
-    """Return why convolutions cannot be replaced, by name, as far as they and a trace show."""
+    """Return, by name, why convolutions cannot be replaced: the reasons known without measuring."""
     holders = _modules_by_parameter(model)
     reasons: dict[str, str] = {}
     for conv, names in names_of.items():
@@ -225,7 +226,7 @@ def _why_skipped(
 
 
 def _measure(model: nn.Module, convs: Mapping[str, AnyConv], inputs: InputSpec | None) -> Measured:
-    """Measure a network that is not a library's; where that is not possible, say why."""
+    """Measure a network that is not library code, or say why it cannot be measured."""
     from .measure import measure  # not needed for a library's network
     from .probing import CannotMeasureError
 
@@ -267,15 +268,15 @@ def _has_values(model: nn.Module) -> bool:
 
 
 def _try_trace(
-    model: nn.Module, inputs: InputSpec | None, *, is_own: bool
+    model: nn.Module, inputs: InputSpec | None, *, is_users_code: bool
 ) -> tuple[Trace | None, InputSpec | None, str | None]:
-    """Trace the model on one image or, if it does not take one, on the batch as it was given.
+    """Trace the model on one image or, if it does not take one image, on the batch as given.
 
-    A library's network runs on meta, if it can; the user's own with its values, if it has some.
+    Library code runs on meta first. The user's code runs with its values, unless it has none.
 
     Returns:
-        The trace, the inputs with which the model runs, and what the MACs lack. If it does not run:
-        None, the inputs as given, and the reason.
+        The trace, the inputs with which the model runs, and what the MACs lack. If the model does
+        not run: None, the inputs as given, and the reason.
     """
     if inputs is None:
         return None, None, f"no input size is known; give input_size ({OTHER_INPUTS}){NOT_COMPARED}"
@@ -284,18 +285,18 @@ def _try_trace(
     has_values = _has_values(model)
     is_too_large = pixel_count(inputs) > MAX_PIXELS
     tries_on_meta: list[bool] = []
-    if not is_own or not has_values or is_too_large:
+    if not is_users_code or not has_values or is_too_large:
         tries_on_meta.append(True)
     if has_values and not is_too_large:
         tries_on_meta.append(False)
     dims = _dims(model)
     problem = ""
-    for some in dict.fromkeys((one_image(inputs, dims), inputs)):
+    for candidate in dict.fromkeys((one_image(inputs, dims), inputs)):
         for on_meta in tries_on_meta:
             try:
-                traced, suitable = _best_trace(model, some, on_meta=on_meta)
+                traced, suitable = _best_trace(model, candidate, on_meta=on_meta)
                 note = None
-                if is_own and traced.uncounted:
+                if is_users_code and traced.uncounted:
                     note = f"nothing was counted in {short_list(traced.uncounted)}"
                 return traced, suitable, note
             except Exception as error:  # any model code may run; the model can still be converted
@@ -308,7 +309,7 @@ def _try_trace(
 
 
 def _best_trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> tuple[Trace, InputSpec]:
-    """Trace the model on normal values or, where more outputs are then finite, from 0 to 1."""
+    """Trace the model on normal values, or from 0 to 1 if more outputs are then finite."""
     traced = trace(model, inputs, on_meta=on_meta)
     others = in_unit_range(inputs)
     if traced.finite < 1 and others != inputs:
@@ -344,7 +345,7 @@ def _site(
     *,
     stage: str | None,
     stem: bool,
-    reads_attributes: str | None,
+    why_attributes_are_needed: str | None,
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
     settings = settings_of(conv)
@@ -355,15 +356,15 @@ def _site(
         kind=_kind(settings),
         stage=stage,
         stem=stem,
-        lost_members=_lost_members(conv),
-        reads_attributes=reads_attributes,
+        missing_members=_missing_members(conv),
+        why_attributes_are_needed=why_attributes_are_needed,
         input_extent=None if calls is None else calls.input_extent,
         output_positions=None if calls is None else calls.output_positions,
         frozen=_is_frozen(conv),
     )
 
 
-def _lost_members(conv: AnyConv) -> tuple[str, ...]:
+def _missing_members(conv: AnyConv) -> tuple[str, ...]:
     """Return the public members of a user's own class that a DCLS layer does not have.
 
     Attributes of the object itself are carried over.
@@ -377,7 +378,7 @@ def _lost_members(conv: AnyConv) -> tuple[str, ...]:
 
 
 def _is_frozen(conv: AnyConv) -> bool:
-    """True if no weight is trained, nor what it is computed from, as by weight norm."""
+    """True if the weight is not trained, nor parameters that compute it, as in weight norm."""
     for name, parameter in conv.named_parameters():
         if name != "bias" and parameter.requires_grad:
             return False

@@ -1,8 +1,9 @@
-"""Laws of what outputs depend on, read off a table; windows must not break them.
+"""Read laws off a table of dependence. Windows must not break them.
 
-An axis of an output and one of an input are a pair if changed output cells move with changed input
-cells. The slope and the sizes tell how output cells lie over input cells: `find_pairs`. The laws
-say to which displacements outputs do not look: `laws_of_pair`.
+An output axis and an input axis are a pair if the changed output cells move with the changed input
+cells. The slope of this movement and the sizes of both axes tell how output cells lie over input
+cells: `find_pairs`. A law names displacements that must not occur, because outputs did not look
+there before: `laws_of_pair`.
 """
 
 import math
@@ -16,35 +17,35 @@ from ..geometry import Direction
 from .sites import ONE_SIDE
 from .table import MIN_CELLS, SLACK, AxisPair, DependenceColumn, DependenceTable, Interval
 
-MIN_VIEWS = 3  # columns that show something, for a law
-NEARLY_ALL = 0.75  # of a map: outputs that change so often look at nearly all of it
+MIN_VIEWS = 3  # a law needs this many columns in which outputs change
+NEARLY_ALL = 0.75  # share of the output cells that change, if each looks at nearly all inputs
 FIRST_SPATIAL = 2  # index of the first spatial axis in (N, C, *spatial)
-# Least correlation of input cells and the outputs that change, if axes belong together.
+# Least correlation of input cells and changed output cells, if their axes belong together.
 MIN_CORRELATION = 0.85
-MIN_CORRELATION_OF_OTHERS = 0.95  # of axes in different places, if there are several
-LEAST_ERROR = 0.05  # relative, of a slope
-MAX_RATIO_OF_SLOPES = 1.3  # of the two edges of what changes
-MAX_EXCESS = 4  # strides; pooling lets edges move less evenly than strides do
-MAX_PADDED = 1.5  # padding makes maps longer by less than that; joined maps are longer
+MIN_CORRELATION_OF_OTHERS = 0.95  # the same for axes in different places, if there are several
+LEAST_ERROR = 0.05  # assumed relative error of a slope
+MAX_RATIO_OF_SLOPES = 1.3  # between the first and the last changed outputs
+MAX_EXCESS = 4  # strides by which an edge may move unevenly, as pooling makes it do
+MAX_PADDED = 1.5  # padding makes a map longer by a smaller factor; joined maps are longer
 MAX_STRIDE = 64
 MAX_UPSAMPLING = 16
-MAX_DENOMINATOR = 4  # of other strides: 3/2 is pooling by 3, then upsampling by 2
+MAX_DENOMINATOR = 4  # of less usual strides: 3/2 is pooling by 3, then upsampling by 2
 
 BLIND_SPOT = (
     "outputs do not depend on the input at their own place, but on those around it; a larger "
     "window would also read this place"
 )
 
-# Input cells, each with the first or last output that changes with it.
+# Pairs (input cell, the first or last output cell that changes with this input cell).
 EdgeCells = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class _Edge:
-    """The first or the last outputs that change, as far as they move with the input cells."""
+    """The first, or the last, changed output cells, which move with the changed input cells."""
 
     correlation: float
-    slope: float  # output cells for an input cell
+    slope: float  # output cells per input cell
     cells: EdgeCells
 
 
@@ -61,11 +62,11 @@ class Law:
 
     @property
     def side(self) -> Direction:
-        """To which side alone outputs look, by a law with the reason ONE_SIDE."""
+        """The only side to which outputs look; for a law with the reason ONE_SIDE."""
         return "back" if self.most < math.inf else "ahead"
 
     def is_broken_by(self, column: DependenceColumn) -> bool:
-        """True if an entry of the column has such a displacement, or the output has no map."""
+        """True if the column has a forbidden displacement, or the output has lost its shape."""
         if column.changed[self.pair.output] is None:
             return True
         for low, high in column.displacements(self.pair, self.lines):
@@ -89,13 +90,14 @@ def laws_of_pair(
 ) -> Iterator[Law]:
     """Yield the laws that the displacements of all columns obey.
 
-    1. Outputs look ahead of (behind) their own place only if they did before:
+    1. Outputs that do not look ahead of (behind) their own place must go on not doing so:
 
-        x x x [x] . . .      looks back: the view ends in its own place, its centre lies before it
-        . . x [x] x . .      ordinary: the centre lies in its own place
-        . . x [x x] . .      so it does with a kernel of 3 and a stride of 2
+        x x x [x] . . .      looks back: the view ends at its own place, and its centre lies before
+        . . x [x] x . .      ordinary, no law: the centre of the view lies in its own place
+        . . x [x x] . .      no law either: a kernel of 3 with a stride of 2
 
-    2. An own place that outputs do not look at, between cells that they look at, stays so:
+    2. If outputs skip the input at their own place but see both neighbours, they must go on
+       skipping it:
 
         . x x [.] x x .
     """
@@ -114,21 +116,21 @@ def laws_of_pair(
         start = end = centre
     last_back = -math.inf
     first_ahead = math.inf
-    both = 0  # views that look to both sides
+    views_to_both_sides = 0
     for view in views:
         # The own place (start to end) counts as ahead: an output that sees it has no hole there.
         back = max((high for _, high in view if high < start - SLACK), default=-math.inf)
         ahead = min((low for low, _ in view if low > start - SLACK), default=math.inf)
         last_back = max(last_back, back)
         first_ahead = min(first_ahead, ahead)
-        both += math.isfinite(ahead - back)
+        views_to_both_sides += math.isfinite(ahead - back)
     is_hole = first_ahead > end + SLACK and first_ahead - last_back > 1 + SLACK
-    if is_hole and 2 * both >= len(views):
+    if is_hole and 2 * views_to_both_sides >= len(views):
         yield Law(reason=BLIND_SPOT, pair=pair, lines=lines, hole=(last_back, first_ahead))
 
 
 def is_settled(table: DependenceTable) -> bool:
-    """True if more columns would show no law: outputs look to all sides, and at their own place."""
+    """True if outputs look to all sides and at their own place, so that no law can hold."""
     if any(column.is_empty() for column in table.columns) or _unpaired_axes(table):
         return False
     for pair, lines in _pairs_and_lines(table):
@@ -145,7 +147,7 @@ def is_settled(table: DependenceTable) -> bool:
 
 
 def lost_axes(table: DependenceTable) -> list[int]:
-    """Return spatial axes of the input along which parts of outputs change, but do not move."""
+    """Return the input axes along which parts of outputs change, but do not move with the probe."""
     lost = set()
     for output, output_axis in _unpaired_axes(table):
         for axis in table.axes:
@@ -155,7 +157,7 @@ def lost_axes(table: DependenceTable) -> list[int]:
 
 
 def _unpaired_axes(table: DependenceTable) -> list[tuple[int, int]]:
-    """Return outputs and their axes of which parts change, without a pair."""
+    """Return (output, axis) where only part of the cells change, but no input axis is paired."""
     paired = {(pair.output, pair.output_axis) for pair in find_pairs(table)}
     unpaired = []
     for output, shape in table.shapes().items():
@@ -169,7 +171,10 @@ def _unpaired_axes(table: DependenceTable) -> list[tuple[int, int]]:
 
 
 def _pairs_and_lines(table: DependenceTable) -> Iterator[tuple[AxisPair, tuple[AxisPair, ...]]]:
-    """Yield each pair for the whole output and, if there are others, the line through the probe."""
+    """Yield each pair for the whole output and, if the output has other pairs, for the line.
+
+    The line is the part of the output that lies over the probe along all other axes.
+    """
     pairs = find_pairs(table)
     for pair in pairs:
         others = []
@@ -182,10 +187,10 @@ def _pairs_and_lines(table: DependenceTable) -> Iterator[tuple[AxisPair, tuple[A
 
 
 def find_pairs(table: DependenceTable) -> list[AxisPair]:
-    """Return, for each axis of each output, the axis of the input that belongs to it, if any.
+    """Return the pairs: for each axis of each output, its input axis, if it has one.
 
-    It is the one with whose cells the changes move. If outputs look at nearly all of a small map,
-    nothing moves; then a spatial axis of the same size in the same place belongs to it.
+    The changed output cells move with the cells of this input axis. If outputs look at nearly all
+    of a small map, nothing moves. Then spatial axes of equal size in the same place are a pair.
     """
     pairs: list[AxisPair] = []
     for output, shape in table.shapes().items():
@@ -216,9 +221,9 @@ def find_pairs(table: DependenceTable) -> list[AxisPair]:
 
 
 def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | None:
-    """Return how output cells lie over input cells; None if no edge of a column moves with it.
+    """Return the pair with its stride and place; None if no edge moves with the input cells.
 
-    The stride is the slope of the edges. The place is known from the sizes, up to what was cut:
+    The stride is the slope of the edges. The place follows from the sizes, up to the cells cut off:
 
         side 7, size 3, stride 2:      0 0 1 1 2 2 .   to   . 0 0 1 1 2 2      own = 0 to 2
         side 6, size 4, stride 3/2:    input cells 0 to 2 are under outputs 0 and 1,
@@ -246,10 +251,10 @@ def _placed(pair: AxisPair, table: DependenceTable, size: int) -> AxisPair | Non
 
 
 def _clearest_edge(pair: AxisPair, table: DependenceTable, size: int) -> _Edge | None:
-    """Return the edge of what changes that moves most clearly with the input cells; or None.
+    """Return the edge (see `_Edge`) that moves most clearly with the input cells, if one moves.
 
-    The map's border may cut the other edge. There is none if slopes differ so much that several
-    maps must be joined along the axis.
+    One edge suffices, because the map's border may cut the other edge. Return None if the slopes
+    differ so much that several maps must be joined along the axis.
     """
     moving: list[_Edge] = []
     clear_slopes: list[float] = []
@@ -266,7 +271,7 @@ def _clearest_edge(pair: AxisPair, table: DependenceTable, size: int) -> _Edge |
 
 
 def _edges(pair: AxisPair, table: DependenceTable, size: int) -> tuple[EdgeCells, EdgeCells]:
-    """Return the edges of what changes, without those at the border of the map."""
+    """Return the first and the last changed cells, without the cells at the border of the map."""
     first_edge: EdgeCells = []
     last_edge: EdgeCells = []
     for column in table.columns:
@@ -280,7 +285,7 @@ def _edges(pair: AxisPair, table: DependenceTable, size: int) -> tuple[EdgeCells
 
 
 def _moving_edge(cells: EdgeCells) -> _Edge | None:
-    """Return the edge of these cells, if output cells move with input cells."""
+    """Return the edge that these cells form; None if output cells do not move with input cells."""
     if len({cell for cell, _ in cells}) < MIN_CELLS:
         return None
     (x, xy), (_, y) = torch.tensor(cells, dtype=torch.float64).T.cov().tolist()
@@ -290,21 +295,21 @@ def _moving_edge(cells: EdgeCells) -> _Edge | None:
 
 
 def _stride(edge: _Edge, side: int, size: int) -> Fraction | None:
-    """Return the stride, near the edge's slope, with which the edge follows the input cells best.
+    """Return the stride near the edge's slope that fits the edge best; None if none fits.
 
     Args:
         edge: The edge.
         side: Cells of the input along its axis.
         size: Cells of the output along its axis.
     """
-    # Standard error of the slope, relative to it. Candidates are strides within three of these.
+    # Relative standard error of the slope. Candidates are strides within three standard errors.
     error = math.sqrt(max(0.0, 1 / edge.correlation**2 - 1) / (len(edge.cells) - 2))
     candidates: list[Fraction] = []
     for strides in _strides(Fraction(side, size)):
-        for some in strides:
-            is_near = abs(math.log(some * edge.slope)) <= LEAST_ERROR + 3 * error
-            if is_near and some * size <= MAX_PADDED * side:
-                candidates.append(some)
+        for candidate in strides:
+            is_near = abs(math.log(candidate * edge.slope)) <= LEAST_ERROR + 3 * error
+            if is_near and candidate * size <= MAX_PADDED * side:
+                candidates.append(candidate)
         if candidates:
             break
 
@@ -319,16 +324,16 @@ def _stride(edge: _Edge, side: int, size: int) -> Fraction | None:
 
 
 def _excess(edge: _Edge, stride: Fraction) -> float:
-    """Return by how many cells an edge fails to follow the input cells, but for its phases."""
+    """Return by how many input cells an edge deviates from the stride, beyond its phases."""
     phases = float(stride)
     if stride.denominator <= MAX_UPSAMPLING:
         phases = stride.numerator - 1
-    beside = [cell - float(stride) * place for cell, place in edge.cells]
-    return max(0.0, max(beside) - min(beside) - phases)
+    offsets = [cell - float(stride) * place for cell, place in edge.cells]
+    return max(0.0, max(offsets) - min(offsets) - phases)
 
 
 def _strides(ratio: Fraction) -> list[list[Fraction]]:
-    """Return the usual strides, and others, which networks have that use several."""
+    """Return the usual strides, and less usual strides, which result from several layers."""
     usual = [*map(Fraction, range(1, MAX_STRIDE + 1))]
     usual += [Fraction(1, factor) for factor in range(2, MAX_UPSAMPLING + 1)]
     others = [ratio]

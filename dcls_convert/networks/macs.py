@@ -1,8 +1,8 @@
 """Count the multiply-accumulates (MACs) that a network computes.
 
-torch's `FlopCounterMode` counts matrix products and convolutions. `FORMULAS` adds operators that
-it counts as nothing: recurrent layers, the fast path of attention, attention on CPUs, deformable
-convolutions.
+torch's `FlopCounterMode` counts matrix products and convolutions. `FORMULAS` adds operators for
+which torch counts nothing: recurrent layers, the fast path of attention, attention on CPUs,
+deformable convolutions.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 
 class MacCounter:
-    """Counts inside its block what this thread computes.
+    """Counts the MACs that this thread computes inside the block.
 
     Attributes:
-        macs: All operators together. Products are dense: masked or padded elements count, too.
-        uncounted: Names of modules of the model that were called and have weights, but during
-            whose calls nothing was counted: an operator without a formula hides their products.
+        macs: MACs of all operators. Products are dense: masked or padded elements count, too.
+        uncounted: Names of modules that have weights and were called, but without a count: an
+            operator without a formula hides their products.
 
-    `uncounted` names a module wrongly if it only adds its weights or looks them up, such as a
-    table of relative positions in a module of its own. It misses hidden products without weights
-    (an attention kernel of another library), with weights of a module that also computes counted
-    products, or of one that is not called itself.
+    `uncounted` names a module wrongly if the module only adds its weights or looks them up, such
+    as a table of relative positions in a module of its own. `uncounted` misses hidden products
+    without weights (an attention kernel of another library), products of a module that also
+    computes counted ones, and products with the weights of a module that is not called itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,8 +39,8 @@ class MacCounter:
             has_parameters = bool(module._parameters)
             if has_parameters and _has_weight(module) and ".parametrizations." not in f".{name}.":
                 self._names[module] = name
-        self._flops_before: dict[nn.Module, int] = {}  # the latest call of each module
-        self._is_counted: dict[str, bool] = {}  # by name, of modules that were called
+        self._flops_before: dict[nn.Module, int] = {}  # count before a module's latest call
+        self._is_counted: dict[str, bool] = {}  # by the name of a called module
         self._blocks = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -48,11 +48,11 @@ class MacCounter:
 
         counter: Any = FlopCounterMode(display=False)
         counter.mod_tracker = _WholeModel()
-        # Not as custom_mapping, which replaces tensors by their shapes: nested ones have none.
+        # Not as custom_mapping, which replaces tensors by their shapes: nested tensors have none.
         counter.flop_registry |= _formulas()
         self._counter = counter
-        # Hooks of all modules of the process: an nn.TransformerEncoderLayer that has hooks of its
-        # own computes in another way.
+        # The hooks are global, not on modules: an nn.TransformerEncoderLayer with hooks of its own
+        # computes in another way.
         hooks = nn.modules.module
         self._blocks.enter_context(hooks.register_module_forward_pre_hook(self._before_call))
         self._blocks.enter_context(hooks.register_module_forward_hook(self._after_call))
@@ -65,7 +65,7 @@ class MacCounter:
         self.uncounted = tuple(name for name, done in self._is_counted.items() if not done)
 
     def restart(self) -> None:
-        """Forget what was counted, inside the block."""
+        """Set all counts to zero, inside the block."""
         self._counter.flop_counts.clear()
         self._is_counted.clear()
 
@@ -81,9 +81,9 @@ class MacCounter:
 
 
 class _WholeModel(contextlib.nullcontext[None]):
-    """Counts all operations for the model as a whole, in the place of torch's module tracker.
+    """Replaces torch's module tracker: all operations count for the model as a whole.
 
-    The module tracker hooks every module of the process, so it is confused by other threads.
+    torch's tracker hooks every module of the process, so other threads confuse it.
     """
 
     parents = ("Global",)
@@ -92,7 +92,7 @@ class _WholeModel(contextlib.nullcontext[None]):
 def _has_weight(module: nn.Module) -> bool:
     """True if a module has a parameter that should take part in products.
 
-    Biases and position embeddings are added, and so is most that has a first axis of 1.
+    Biases and position embeddings are added, as are most parameters whose first axis has length 1.
     """
     if isinstance(module, WITHOUT_PRODUCTS):
         return False
@@ -109,7 +109,7 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _recurrent(input: Tensor, weights: Sequence[Tensor], *_: object, **__: object) -> int:
-    """Every weight matrix of every layer at every step; packed sequences are one axis of steps."""
+    """Each weight matrix of each layer at each step; packed sequences are one axis of steps."""
     matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
     return 2 * math.prod(input.shape[:-1]) * matrices
 
@@ -155,7 +155,7 @@ def _padded_shape(sequences: Tensor) -> Sequence[int]:
 
 
 def _deform_conv(input: Tensor, weight: Tensor, *_: object, out_val: Tensor, **__: object) -> int:
-    """As an ordinary convolution, without the interpolation of the input."""
+    """The MACs of an ordinary convolution; interpolating the input is not counted."""
     return 2 * out_val.numel() * weight[0].numel()
 
 
@@ -166,7 +166,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "aten::mkldnn_rnn_layer": _lstm_layer,
     "aten::_native_multi_head_attention": _multi_head_attention,
     "aten::_transformer_encoder_layer_fwd": _encoder_layer,
-    # Those of CUDA, too, because the formulas of older versions of torch refuse grouped heads.
+    # Also the operators of CUDA: the formulas of older versions of torch refuse grouped heads.
     "aten::_scaled_dot_product_cudnn_attention": _attention,
     "aten::_scaled_dot_product_efficient_attention": _attention,
     "aten::_scaled_dot_product_flash_attention": _attention,
@@ -178,7 +178,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def _formulas() -> dict[object, Callable[..., int]]:
-    """Return the formulas by operator, of the operators that exist here."""
+    """Return the formulas by operator, for the operators that this version of torch has."""
     formulas: dict[object, Callable[..., int]] = {}
     for name, formula in FORMULAS.items():
         library, operator = name.split("::")

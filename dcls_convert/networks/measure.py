@@ -1,12 +1,11 @@
 """Measure what a network does with its convolutions, by running it.
 
-1. Stand-ins take the places of the convolutions. To all code that looks at them they are DCLS
-   layers, but they compute what the convolutions did, and the weights of both the convolution and
-   the stand-in are filled with arbitrary values. So if the outputs change, some other code reads
-   the convolution or its weight.
-2. Cells of the inputs are changed, to see which outputs change. This gives laws, such as that
-   outputs look to one side only (see `laws.py`). When windows are chosen, they take the places
-   of the convolutions, and the laws must hold.
+1. Stand-ins replace the convolutions. A stand-in is a DCLS layer to all code that inspects it, but
+   computes the same function as the convolution. The weights of both are overwritten with
+   arbitrary values. So if the outputs change, other code reads the convolution or its weight.
+2. Cells of the inputs are changed, to see which outputs change. The changes show laws, such as
+   "outputs look to one side only" (see `laws.py`). When windows are chosen, convolutions with these
+   windows replace the old ones in a run, and the laws must still hold.
 
 For example, `conv(F.pad(x, (2, 0)))` with a kernel of 3 cells is causal. On 12 cells:
 
@@ -16,10 +15,10 @@ For example, `conv(F.pad(x, (2, 0)))` with a kernel of 3 cells is causal. On 12 
       a window of 7, both ways  1 2 3 4 5 6 7  3 4 5 6 7 8 9  5 6 7 8 9 10 11
       a window of 7, back       3 4 5 6 7 8 9  5 ... 11       7 8 9 10 11
 
-With the kernel, outputs change from the input's own place on: no displacement `input - output` is
-above 0 (they are 0, -1 and -2). That is the law. With a window that grows both ways, outputs 1 and
-2 see input 3, at the displacements 2 and 1: the law is broken. With a window that grows back, it
-holds. So this window may only grow back.
+With the kernel, only outputs at or after the input's own place change: the displacements
+`input - output` are 0, -1 and -2. The law is that no displacement is above 0. A window that grows
+both ways breaks the law: outputs 1 and 2 see input 3, at the displacements 2 and 1. With a window
+that grows back, the law holds. So this window may only grow back.
 """
 
 import contextlib
@@ -50,13 +49,13 @@ from .probing import (
     tables_of,
 )
 from .sites import NOT_CALLED, ONE_SIDE, Measured
-from .stand_ins import StandIn, in_place, with_window
+from .stand_ins import StandIn, swapped_in, with_window
 from .table import MIN_CELLS, DependenceColumn, DependenceTable
 
-# Relative error of outputs that count as equal. They are equal to the last bit, except where torch
-# adds numbers in no fixed order.
+# Outputs with at most this relative error count as equal. Equal outputs are equal to the last bit,
+# except where torch adds numbers in no fixed order.
 TOLERANCE = 1e-6
-MIN_FINITE = 0.25  # share of the outputs; with less, nothing is measured
+MIN_FINITE = 0.25  # share of finite outputs; with less, nothing is measured
 TOO_LITTLE_MEMORY = "memory does not suffice"
 
 Suspect = TypeVar("Suspect")
@@ -68,14 +67,14 @@ class TableLaws:
 
     table: DependenceTable
     laws: Sequence[Law]
-    # Those of the table, and others near borders. Only outputs that change in a column may break a
-    # law there.
+    # The table's own columns, plus columns probed near the borders. Only an output that changes
+    # with a larger window, but not in the column, can break a law.
     columns: Sequence[DependenceColumn]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dependence:
-    """What the outputs of a network depend on, and so must do when windows have grown."""
+    """The laws of a network's outputs, which must still hold when windows have grown."""
 
     model: nn.Module
     convs: Mapping[str, Conv]
@@ -84,7 +83,7 @@ class Dependence:
 
     @property
     def outputs_look(self) -> Direction | None:
-        """To which side alone all outputs look; None if there is no such side."""
+        """The side to which all outputs look; None if there is no such side."""
         sides: set[Direction] = set()
         outputs: set[int] = set()
         one_sided: set[int] = set()
@@ -101,13 +100,13 @@ class Dependence:
         windows: Mapping[str, Sequence[int]],
         grow: Mapping[str, Sequence[Grow]] | None = None,
     ) -> dict[str, dict[int, str]]:
-        """Return the axes along which convolutions must not grow to these windows, and why.
+        """Return, by name and axis, why convolutions must not grow to these windows.
 
-        The network runs with these windows in the places of the convolutions, filled with random
-        values. Afterwards, it is as before.
+        The network runs with convolutions of these windows, filled with random values. Afterwards,
+        it is as before.
 
         Args:
-            windows: Of the convolutions, by name.
+            windows: Sizes of the windows, by name of the convolution.
             grow: How windows grow along each axis, by name; by default, to both sides.
         """
         if not any(found.laws for found in self.tables):
@@ -136,7 +135,7 @@ class Dependence:
         grow: Mapping[str, Sequence[Grow]],
         grown: Sequence[tuple[str, int]],
     ) -> str | None:
-        """Return why convolutions must not grow along some axes; None if they may."""
+        """Return why convolutions must not all grow along the (name, axis) in `grown`; or None."""
         axes_of: dict[str, list[int]] = {}
         for name, axis in grown:
             axes_of.setdefault(name, []).append(axis)
@@ -145,7 +144,7 @@ class Dependence:
             for name, axes in axes_of.items():
                 conv = self.convs[name]
                 new[conv] = with_window(conv, windows[name], axes, grow.get(name, ()))
-            with in_place(self.model, new):
+            with swapped_in(self.model, new):
                 return self._broken_law(functools.partial(outputs_of, run))
         except Exception as error:  # the network's own code may raise anything
             if is_out_of_memory(error):
@@ -153,7 +152,7 @@ class Dependence:
             return f"the network does not run with a larger window ({_text(error)})"
 
     def _broken_law(self, run: RunOutputs) -> str | None:
-        """Return the reason of a law that the network breaks now; None if all hold."""
+        """Return the reason of a law that the network breaks at present; None if all laws hold."""
         before = run(self.arguments)
         if finite_share(before) < MIN_FINITE:
             return "with a larger window, (nearly) no output is a finite number"
@@ -170,13 +169,13 @@ class Dependence:
 def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> Measured:
     """Find the convolutions that cannot be replaced, and what the outputs depend on.
 
-    The network runs on random inputs, in eval mode and on its own device: on small images if it
-    takes them.
+    The network runs on random inputs, in eval mode and on its own device. It runs on small images
+    if it takes them.
 
     Args:
         model: The network; all its parameters have values. Afterwards, it is as before.
-        convs: Convolutions that can be replaced as far as they themselves show, by name.
-        inputs: What forward takes.
+        convs: Convolutions, by name, that can be replaced as far as is known without a run.
+        inputs: The tensors that forward takes.
 
     Raises:
         CannotMeasureError: The network does not run, or its outputs show nothing.
@@ -195,18 +194,18 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> M
         called = {name: conv for name, conv in convs.items() if name not in reasons}
 
         def what_changes(names: Sequence[str], grow: Grow = "both") -> str | None:
-            some = {name: convs[name] for name in names}
-            return _what_changes(model, run, arguments, before, some, calls, grow)
+            replaced = {name: convs[name] for name in names}
+            return _what_changes(model, run, arguments, before, replaced, calls, grow)
 
-        readers: dict[str, str] = {}
+        why_read: dict[str, str] = {}
         if called and what_changes(list(called)) is not None:
             if not _agree(before, outputs(arguments)):
                 raise CannotMeasureError("its outputs differ from run to run")
-            readers = find_culprits(list(called), what_changes)
-            # Try again with windows that grow to one side: such layers keep the attributes that
-            # code reads. What still fails must stay a convolution.
-            still = find_culprits(list(readers), functools.partial(what_changes, grow="back"))
-            reasons |= {name: readers.pop(name) for name in still}
+            why_read = find_culprits(list(called), what_changes)
+            # Try again with windows that grow to one side: these layers keep the attributes that
+            # other code reads. Convolutions that still fail cannot be replaced.
+            failed = find_culprits(list(why_read), functools.partial(what_changes, grow="back"))
+            reasons |= {name: why_read.pop(name) for name in failed}
         free = {name: conv for name, conv in called.items() if name not in reasons}
         if not free:
             return Measured(reasons=reasons)
@@ -220,7 +219,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: InputSpec) -> M
             not_measured = f"forward fails for changed inputs: {_text(error)}"
     return Measured(
         reasons=reasons,
-        readers=readers,
+        why_read=why_read,
         dependence=dependence,
         not_measured=not_measured or None,
     )
@@ -234,7 +233,7 @@ def _dependence(
     before: list[Tensor],
     tables: Sequence[DependenceTable],
 ) -> Dependence:
-    """Read laws off tables, and add columns near borders where there are some."""
+    """Read the laws off the tables. For a table with laws, probe columns near the borders, too."""
     extents: set[int] = set()
     for conv in convs.values():
         extents.update(settings_of(conv).extents)
@@ -254,7 +253,7 @@ def _first_run(
 ) -> tuple[Arguments, list[Tensor]]:
     """Return arguments with which the network runs, and its outputs; count calls of convolutions.
 
-    The arguments are small if it takes small ones, and then calls all convolutions.
+    The arguments are small images if, on these, the network runs and calls all convolutions.
     """
     with contextlib.ExitStack() as hooks:
         for name, conv in convs.items():
@@ -280,9 +279,9 @@ def _first_run(
 
 
 def outputs_of(run: Run, arguments: Arguments) -> list[Tensor]:
-    """Return the outputs as real numbers; a list of equal maps, as of time steps, as one of them.
+    """Return the outputs as real numbers. Maps of one shape, as of time steps, are stacked.
 
-    Integers, such as labels, are left out if there are other numbers, which show more. All runs
+    Integers, such as labels, are left out if there are other numbers: these show more. All runs
     have the same random numbers.
     """
     tensors = tensors_in(run(*arguments.args, **arguments.kwargs))
@@ -302,18 +301,18 @@ def _what_changes(
     calls: Mapping[str, int],
     grow: Grow,
 ) -> str | None:
-    """Return what changes with stand-ins for some convolutions; None if nothing does."""
+    """Return what changes if stand-ins replace these convolutions; None if nothing changes."""
     stand_ins: dict[str, StandIn] = {}
     changed: list[bool] = []
 
-    def look_at_weights(*_: object) -> None:
+    def check_weights(*_: object) -> None:
         changed.extend(stand_in.is_changed() for stand_in in stand_ins.values())
 
     try:
         for name, conv in convs.items():
             stand_ins[name] = StandIn(conv, grow)
         layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins.values()}
-        with in_place(model, layers), model.register_forward_hook(look_at_weights):
+        with swapped_in(model, layers), model.register_forward_hook(check_weights):
             outputs = outputs_of(run, arguments)
     except Exception as error:
         if is_out_of_memory(error):
@@ -334,11 +333,11 @@ def _what_changes(
 def find_culprits(
     items: Sequence[Suspect], problem: Callable[[Sequence[Suspect]], str | None]
 ) -> dict[Suspect, str]:
-    """Return the items that have a problem, each with it, so that the others together have none.
+    """Return the culprits with their problems. Without them, the remaining items have no problem.
 
     Args:
         items: The items.
-        problem: Returns the problem of some items together; None if there is none.
+        problem: Returns the problem that a group of items has together, or None.
     """
 
     def search(group: Sequence[Suspect]) -> dict[Suspect, str]:
@@ -349,7 +348,7 @@ def find_culprits(
             return {group[0]: reason}
         middle = len(group) // 2
         found = search(group[:middle]) | search(group[middle:])
-        return found or dict.fromkeys(group, reason)  # harmless in halves, but not together
+        return found or dict.fromkeys(group, reason)  # each half is harmless, both together are not
 
     culprits: dict[Suspect, str] = {}
     while more := search([item for item in items if item not in culprits]):

@@ -1,4 +1,4 @@
-"""Fill tables: change cells of a network's inputs until it shows what its outputs depend on."""
+"""Fill tables: change cells of a network's inputs until the outputs show their dependence."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -11,11 +11,11 @@ from ..text import join_with_and
 from .laws import Law, find_pairs, is_settled, lost_axes
 from .table import MIN_CELLS, DependenceColumn, DependenceTable, Probe, changes
 
-# Probes for a group of axes; each is one run. There are up to MAX_PROBES where strides have phases.
+# Probes for a group of axes. Each probe is one run of the network.
 PROBES = 8
-MAX_PROBES = 32
+MAX_PROBES = 32  # to meet all phases of strides
 FIRST_PROBES = 4  # enough for most networks that look to all sides
-MAX_BORDER_CELLS = 24  # near a border that are changed, since padding by reflection repeats them
+MAX_BORDER_CELLS = 24  # cells probed near a border, since padding by reflection repeats them
 
 RunOutputs = Callable[[Arguments], list[Tensor]]  # returns the outputs as real numbers
 
@@ -27,13 +27,13 @@ class CannotMeasureError(Exception):
 def tables_of(
     run: RunOutputs, arguments: Arguments, before: list[Tensor]
 ) -> tuple[list[DependenceTable], str]:
-    """Return a table for each group of axes, and text on those that could not be measured.
+    """Return a table for each group of axes, and a text on the axes that could not be measured.
 
-    The first axis, the second one, and all later ones together are groups. So no notion of a batch
-    is needed, and any axis may be time.
+    The groups are the first axis, the second axis, and all later axes together. So no notion of a
+    batch is needed, and any axis may be time.
 
     Raises:
-        CannotMeasureError: Nothing that is changed in the inputs changes an output.
+        CannotMeasureError: No change of the inputs changes an output.
     """
     tables = []
     problems = []
@@ -61,7 +61,7 @@ def tables_of(
 
 
 def _problem(table: DependenceTable, index: int) -> str | None:
-    """Return what cannot be seen in a table of an input, and along which axes; None if all can."""
+    """Return the problem of a table that shows no dependence, with its axes; or None."""
     axes = table.axes
     lost = lost_axes(table)
     if not table.shapes():
@@ -93,12 +93,12 @@ def run_probe(
 def fill_table(
     run: RunOutputs, arguments: Arguments, before: list[Tensor], index: int, axes: Sequence[int]
 ) -> DependenceTable:
-    """Fill a table: the size of blocks doubles until half of them change an output.
+    """Fill a table: the size of blocks doubles until half of the blocks change an output.
 
-        x . x . x .     Only every second cell is read: a block of one cell may meet none,
-        [.]   [. x]     a block of two meets one.
+        x . x . x .     Only every second cell is read: a block of one cell may miss the read
+        [.]   [. x]     cells, a block of two cells contains one.
 
-    If strides are found, more blocks meet all their phases.
+    If the table shows strides, it is filled again with more blocks, to meet all their phases.
     """
     shape = arguments.tensors()[index].shape
     lengths = [shape[axis] for axis in axes]
@@ -138,15 +138,16 @@ def columns_at_borders(
 ) -> list[DependenceColumn]:
     """Return columns near the ends of axes with laws, where padding may reflect or wrap around.
 
-    Padding before the first cell reflects the first cells, which are later than outputs there, or
-    wraps around to the last cell. An output that sees one of these cells may see nearer ones, too:
-    so each column has the outputs that change with a cell farther from the border.
+    Padding before the first cell may repeat later cells: it reflects the first cells, or wraps
+    around to the last cell. Near a border, such looking ahead breaks no law. An output that sees a
+    cell there may also see cells nearer to the border. So each column includes the outputs that
+    change with cells farther from the border.
 
     Args:
-        run, arguments, before: The network's run, what it is called with, and its outputs.
+        run, arguments, before: The network's run, its arguments, and its outputs for them.
         table: The table.
-        laws: Its laws.
-        extents: Of the kernels; padding has as many cells, less one.
+        laws: The laws of the table.
+        extents: Extents of the kernels. Padding has at most one cell less.
     """
     border = min(2 * max(extents), MAX_BORDER_CELLS)
     sides = {(law.pair.input_axis, law.side) for law in laws}
@@ -172,13 +173,13 @@ def spread_blocks(
 ) -> list[tuple[tuple[int, int], ...]]:
     """Spread blocks over the middle half of the axes; return their first and last cells.
 
-    They meet all phases of the strides, as far as there is room: the step from one to the next has
-    no factor in common with a stride.
+    The step between blocks has no factor in common with a stride. So the blocks meet all phases of
+    the strides, as far as there is room.
     """
     count = PROBES
     while count < MAX_PROBES and count < 2 * max(strides, default=0):
         count *= 2
-    numbers = [*range(0, count, 2), *range(1, count, 2)]  # so that the first ones are far apart
+    numbers = [*range(0, count, 2), *range(1, count, 2)]  # the first blocks are far apart
     blocks_along = []
     for index, map_length in enumerate(lengths):
         factor = 2 * index + 1  # a different order for each axis, to tell them apart

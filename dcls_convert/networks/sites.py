@@ -33,7 +33,7 @@ NOT_CALLED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldConv(ConvSettings):
-    """What both a site and the plan of its layer state about the old convolution."""
+    """Facts about the old convolution that both its site and its layer's plan state."""
 
     # Every qualified name of the object; the first is canonical.
     names: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -43,7 +43,7 @@ class OldConv(ConvSettings):
     output_positions: int | None
     # Smallest spatial input of any call, at the stated input size; None if not known.
     input_extent: tuple[int, ...] | None = None
-    frozen: bool = False  # True if its weight is not trained
+    frozen: bool = False  # True if the weight is not trained
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class OldConv(ConvSettings):
     def useful_limits(
         self, window: Sequence[int], dense_axes: Sequence[int], grow: Sequence[Grow]
     ) -> list[Pair]:
-        """Return `geometry.useful_limits` of a window in its place, along each learnt axis."""
+        """Return `geometry.useful_limits` of a window in this place, along each learnt axis."""
         grow = grow_of_axes(grow, self.dims)
         limits = []
         for axis in learnt_axes(self.dims, dense_axes):
@@ -72,7 +72,7 @@ class OldConv(ConvSettings):
         return limits
 
     def macs(self, size: Sequence[int]) -> int | None:
-        """Return the MACs for one image with a kernel of that size, or None if not known."""
+        """Return the MACs for one image with a kernel of this size, or None if not known."""
         if self.output_positions is None:
             return None
         weights = self.out_channels * (self.in_channels // self.groups) * math.prod(size)
@@ -84,12 +84,12 @@ class ConvSite(OldConv):
     """One convolution object of the model, as found before conversion."""
 
     type: str  # class name
-    stem: bool  # whether it is in the stem as timm names it, or takes the image itself
-    # Public members of its class that a DCLS layer does not have.
-    lost_members: tuple[str, ...] = ()
-    # Why other code needs the attributes of the convolution, which a layer has only if its window
-    # grows to one side; None if it does not.
-    reads_attributes: str | None = None
+    stem: bool  # whether timm counts the convolution as stem, or it takes the image itself
+    # Public members of the convolution's class that a DCLS layer does not have.
+    missing_members: tuple[str, ...] = ()
+    # Why other code needs the attributes of the convolution; None if no other code needs them. A
+    # DCLS layer keeps them only if its window grows to one side.
+    why_attributes_are_needed: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,44 +106,44 @@ class AllowedWindows(Protocol):
 
     @property
     def outputs_look(self) -> Direction | None:
-        """To which side alone outputs look; None if some look to both, or not all to one."""
+        """The side to which all outputs look; None if there is no such side."""
 
     def broken_by(
         self,
         windows: Mapping[str, Sequence[int]],
         grow: Mapping[str, Sequence[Grow]] | None = None,
     ) -> dict[str, dict[int, str]]:
-        """Return the axes along which convolutions must not grow to these windows, and why."""
+        """Return, by name and axis, why convolutions must not grow to these windows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a measurement of a network found; see `measure`."""
+    """Results of measuring a network; see `measure`."""
 
-    # Why convolutions must stay, by their names.
+    # Why convolutions must stay, by name.
     reasons: dict[str, str] = field(default_factory=dict)
-    # Of those that other code needs as they are: see `ConvSite.reads_attributes`.
-    readers: dict[str, str] = field(default_factory=dict)
+    # `ConvSite.why_attributes_are_needed`, by name, for the convolutions that may be replaced.
+    why_read: dict[str, str] = field(default_factory=dict)
     dependence: AllowedWindows | None = None  # None if it was not measured
     not_measured: str | None = None  # what could not be measured, and why; None if all was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConvs:
-    """All convolutions of a model, and what the model costs before conversion."""
+    """All convolutions of a model, and the model's costs before conversion."""
 
     sites: tuple[ConvSite, ...]
     skipped: tuple[Skipped, ...]
     params: int  # each parameter counted once
-    macs: int | None  # for the inputs; None if the forward pass could not be traced
-    inputs: InputSpec | None  # what forward takes; None if not known
+    macs: int | None  # at `inputs`; None if the forward pass could not be traced
+    inputs: InputSpec | None  # the tensors that forward takes; None if not known
     # (channels, *spatial) of one image; None if not known, or if the inputs are not one image.
     input_size: tuple[int, ...] | None
-    macs_note: str | None  # why macs is None, or what it lacks
-    # What was not measured, and why (see `measure`). None if all was, or if it is library code,
-    # which need not be.
+    macs_note: str | None  # why `macs` is None, or what `macs` lacks
+    # What was not measured, and why (see `measure`). None if everything was measured, or if the
+    # model is library code, which need not be measured.
     not_measured: str | None
-    # What outputs must not come to depend on; None if it was not measured, or need not be.
+    # Which windows the outputs' dependence on inputs allows; None if it was not measured.
     dependence: AllowedWindows | None = field(default=None, repr=False, compare=False)
     stages_from: str  # how the stages were found
 

@@ -1,7 +1,7 @@
-"""The model that a name such as "timm:convnext_tiny" means, and whether it is safe to build.
+"""Find the model that a name such as "timm:convnext_tiny" means, and whether it is safe to build.
 
-Models of timm and torchvision run none of the user's code. With plain values as arguments, they
-open no file and use no network, either.
+Models of timm and torchvision run none of the user's code. If their arguments are plain values,
+they open no file and use no network, either.
 """
 
 import importlib
@@ -22,15 +22,15 @@ REGISTRIES = ("timm", "torchvision")
 TIMM_ARCHITECTURE = "dcls_convert"
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 OTHER_TIMM_PREFIXES = ("hf-hub", "local-dir")  # timm itself loads these
-# Pretrained, they expect that they themselves normalise their inputs a second time.
+# With pretrained weights, these models must normalise their inputs a second time themselves.
 INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 # Sources whose models are built by a library's code; all others run the user's code.
 LIBRARY_PREFIXES = (*REGISTRIES, *OTHER_TIMM_PREFIXES)
 # Largest integer argument, such as a number of blocks. timm's own are up to 15,360.
 MAX_ARGUMENT = 20_000
-# Of arguments that size one layer, which timm allocates before it reads the weights.
+# Limits of arguments that size a single layer. timm allocates it before it reads the weights.
 LARGER_LIMITS = {"num_classes": 1_000_000, "in_chans": 1_000_000}
-# How a path begins, on Windows too; no name of a model or module does.
+# Start of a path, also on Windows. No name of a model or module starts like this.
 PATH_START = re.compile(r"[./~\\]|[A-Za-z]:[/\\]")
 # An argument whose name contains one of these words can make a factory open a file or reach the
 # network.
@@ -58,7 +58,7 @@ class ModelSource:
 
 
 def are_same_network(first: ModelSource | None, second: ModelSource | None) -> bool:
-    """True if two sources build the same network, whatever it does to its inputs first."""
+    """True if two sources build the same network, apart from how it normalises its inputs."""
     if first is None or second is None:
         return first is second
     return first.name == second.name and _network_args(first) == _network_args(second)
@@ -117,7 +117,7 @@ def resolve_model(
     model_kwargs: Mapping[str, Any] | None = None,
     pretrained: bool = False,
 ) -> ModelSource:
-    """Find the source that MODEL on the command line means; a bare name is looked up in timm first.
+    """Find the source that MODEL on the command line means. A bare name is tried in timm first.
 
     Args:
         name: The model.
@@ -162,7 +162,7 @@ def _registered_name(name: str, bare_name: str, registries: Sequence[str]) -> st
     """Return the name with the first of these registries that has it: "timm:convnext_tiny".
 
     Raises:
-        ModelError: None has it. The message quotes `name`, which is what the user gave.
+        ModelError: No registry has it. The message quotes `name`, as the user gave it.
     """
     for registry in registries:
         if is_registered(registry, bare_name):
@@ -175,7 +175,7 @@ def _registered_name(name: str, bare_name: str, registries: Sequence[str]) -> st
 def _explain_wrong_model(name: str) -> None:
     """Raise ModelError if `name` looks like a folder, a weights file or a name on the hub.
 
-    The message says how to pass it instead.
+    The message says how to name the model instead.
     """
     path = Path(name)
     if (path / "config.json").is_file():
@@ -213,7 +213,7 @@ def check_source(source: ModelSource) -> None:
 
 
 def _check_argument(value: Any, where: str, most: int = MAX_ARGUMENT) -> None:
-    """Raise ModelError if a value, or one nested in it, is not plain or could name a file."""
+    """Raise ModelError if a value, or a value nested in it, is not plain or could name a file."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):

@@ -1,7 +1,7 @@
 """Find the stage of each convolution, from timm's names or from the model's structure.
 
 A stage is a part of one network that works at one resolution. Without timm's names, it is the
-outermost module with a number in its name, or such modules of one output stride together:
+outermost module with a number in its name, or all these modules of one output stride together:
 
     convolution            output stride    stage
     stem.conv              2                none: no number in its path
@@ -31,19 +31,19 @@ from .whole_networks import paths_above
 # The deepest stems have this many spatial convolutions. A "stem" with more is a backbone, such as
 # the ResNet in front of a ViT.
 MAX_STEM_CONVS = 8
-MAX_STRIDES_OF_A_STAGE = 2  # output strides inside a stage: its own, and that of its input
+MAX_STRIDES_OF_A_STAGE = 2  # output strides inside a stage: its own, and its input's
 
 OutputStride = tuple[int, ...]  # input cells per output cell, on each axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvPlace:
-    """What a stage is found from: where a convolution is, and at which resolution it works."""
+    """The place and the resolution of a convolution, from which its stage is found."""
 
     name: str
-    stride: OutputStride | None  # None without a trace, or if its output has other axes
-    # True for a kernel larger than 1. Only these convolutions name stages: a 1x1 before a strided
-    # one still works at the previous resolution.
+    stride: OutputStride | None  # None without a trace, or if the output has other axes
+    # True for a kernel larger than 1. Only these convolutions name stages: a 1x1 convolution before
+    # a strided convolution still works at the previous resolution.
     is_spatial: bool
 
 
@@ -51,8 +51,9 @@ class ConvPlace:
 class Stages:
     """The stages of a model's convolutions."""
 
-    found_by: str  # how they were found, in words
-    stage_of: Mapping[str, str]  # by the name of a convolution; those outside all stages are absent
+    found_by: str  # how the stages were found, in words
+    # Name of the stage, by the name of a convolution. Convolutions outside all stages are absent.
+    stage_of: Mapping[str, str]
     stem: Set[str]  # names of the convolutions in the stem
 
 
@@ -62,10 +63,10 @@ def find_stages(model: nn.Module, convs: Sequence[ConvPlace], networks: Set[str]
     Args:
         model: The model, before conversion.
         convs: Its convolutions.
-        networks: Paths of the whole networks inside of the model. Each has the stages that it has
-            alone, with its path before their names.
+        networks: Paths of the whole networks inside the model. The stages of each are found as if
+            it were alone; its path is put before their names.
     """
-    if hasattr(model, "group_matcher"):  # one network of timm's, whatever its parts begin with
+    if hasattr(model, "group_matcher"):  # timm knows this model as a single network
         networks = frozenset()
     if not networks:
         return _stages_of_network(model, convs)
@@ -90,7 +91,7 @@ def find_stages(model: nn.Module, convs: Sequence[ConvPlace], networks: Set[str]
 
 
 def _by_network(convs: Sequence[ConvPlace], networks: Set[str]) -> dict[str, list[ConvPlace]]:
-    """Return the convolutions in each innermost network; in "" those outside of all networks."""
+    """Return the convolutions by their innermost network: "" for those outside all networks."""
     convs_in: dict[str, list[ConvPlace]] = {}
     for conv in convs:
         network = ""
@@ -111,7 +112,7 @@ def _stages_of_network(model: nn.Module, convs: Sequence[ConvPlace]) -> Stages:
             stem.add(conv.name)
             spatial_in_stem += conv.is_spatial
     if spatial_in_stem > MAX_STEM_CONVS:
-        stem = set()  # it is a backbone
+        stem = set()  # this "stem" is a backbone
     if stage_patterns:
         found_by = "timm's group_matcher"
         stage_of = _stages_by_timm(stage_patterns, convs)
@@ -128,7 +129,7 @@ def _stages_of_network(model: nn.Module, convs: Sequence[ConvPlace]) -> Stages:
 def _stages_by_timm(
     stage_patterns: Sequence[re.Pattern[str]], convs: Sequence[ConvPlace]
 ) -> dict[str, str]:
-    """Map each convolution to what the first pattern matches that has groups."""
+    """Map each convolution to its stage: the text that the first pattern with groups matches."""
     stage_of: dict[str, str] = {}
     for conv in convs:
         for pattern in stage_patterns:
@@ -152,7 +153,7 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Return patterns of the stages and of the stem, from timm's `group_matcher`.
+    """Return the patterns of stages and the patterns of the stem, from timm's `group_matcher`.
 
     If coarse and fine groups are equal, there are no stage patterns: the groups are single blocks.
     """
@@ -187,7 +188,7 @@ def _stages_from_structure(convs: Sequence[ConvPlace]) -> dict[str, str]:
     child_of: dict[str, str] = {}  # by the name of a convolution
     # (container, output stride) -> the convolutions in its numbered children.
     convs_of: dict[tuple[str, OutputStride], list[ConvPlace]] = {}
-    strides_in: dict[str, set[OutputStride]] = {}  # of the spatial convolutions of a child
+    strides_in: dict[str, set[OutputStride]] = {}  # child -> strides of its spatial convolutions
     for conv in convs:
         child = _outermost_numbered(conv.name, versions)
         if child is None:
@@ -241,9 +242,9 @@ def _stage_named_by_stride(container: str, stride: OutputStride) -> str:
 def _versions(convs: Sequence[ConvPlace]) -> set[str]:
     """Return the modules whose number is a version ("convnextv2"): they are whole networks.
 
-    They have convolutions of three or more output strides, and do not belong to a series of
-    numbered modules. Without a trace, each convolution counts as one of another stride, and a name
-    that is nothing but a number, as in a container, is no version.
+    Such a module has convolutions of three or more output strides, and does not belong to a series
+    of numbered modules. Without a trace, each convolution counts as a stride of its own, and a
+    name that is only a number, as in a container, is no version.
     """
     strides_inside: dict[str, set[object]] = {}
     for conv in convs:
@@ -251,7 +252,7 @@ def _versions(convs: Sequence[ConvPlace]) -> set[str]:
             if conv.stride is None and path.rpartition(".")[2].isdigit():
                 continue
             strides_inside.setdefault(path, set()).add(conv.stride or conv.name)
-    # "net.layer12" -> "net.layer#", which is the same for all modules of a series.
+    # "net.layer12" -> "net.layer#": the same text for all modules of a series.
     series_of = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}
     series_sizes = Counter(series_of.values())
     versions: set[str] = set()

@@ -1,4 +1,4 @@
-"""Layers that take the places of convolutions while a network is measured: see `measure`."""
+"""Layers that replace convolutions while a network is measured: see `measure`."""
 
 import contextlib
 import copy
@@ -12,13 +12,16 @@ from ..geometry import DYNAMIC_SAME, Grow, ceil_div, grow_of_axes
 from ..layers.conv_classes import Conv, settings_of
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
-# Written into weights; whatever other code does to a weight changes at least one of these values.
+# Values that overwrite weights. Any change of a weight by other code alters at least one of them.
 POISON = (math.nan, 3e4, -3e4)
-STAND_IN_GROWTH = 2  # cells by which a stand-in's window is larger than the old kernel
+STAND_IN_GROWTH = 2  # cells more in a stand-in's window than in the old kernel, along an axis
 
 
 class StandIn:
-    """A DCLS layer that computes what a convolution did. Neither weight has its values any more."""
+    """A DCLS layer that computes the same function as the convolution that it replaces.
+
+    Both weights are overwritten with arbitrary values, so that any code reading them shows.
+    """
 
     def __init__(self, conv: Conv, grow: Grow = "both") -> None:
         """Overwrite the values in the convolution's weight; the caller restores them."""
@@ -37,11 +40,11 @@ class StandIn:
 
         self.layer.forward = forward  # type: ignore[method-assign]
         for weight in self.weights:
-            # Change `data`: autograd, which may have saved the weight, does not see that.
+            # Write to `data`, because autograd does not notice this if it has saved the weight.
             weight.data.copy_(_poison_like(weight))
 
     def is_changed(self) -> bool:
-        """True if other code has changed a weight."""
+        """True if other code has changed the weight of the convolution or of the layer."""
         for weight in self.weights:
             if not torch.equal(weight.nan_to_num(0), _poison_like(weight).nan_to_num(0)):
                 return True
@@ -55,8 +58,8 @@ def _poison_like(weight: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def in_place(model: nn.Module, new: Mapping[Conv, nn.Module]) -> Iterator[None]:
-    """Put modules into the places of convolutions inside the block, under all their names."""
+def swapped_in(model: nn.Module, new: Mapping[Conv, nn.Module]) -> Iterator[None]:
+    """Replace convolutions by other modules inside the block, under all their names."""
     by_old: dict[nn.Module | None, nn.Module] = dict(new.items())
     places = []
     for parent in model.modules():
@@ -75,12 +78,13 @@ def in_place(model: nn.Module, new: Mapping[Conv, nn.Module]) -> Iterator[None]:
 def with_window(
     conv: Conv, window: Sequence[int], axes: Sequence[int], grow: Sequence[Grow] = ()
 ) -> nn.Module:
-    """Make a plain convolution like another one, with random values in all cells of a window.
+    """Make a plain convolution like `conv`, with random values in all cells of a window.
 
     Args:
-        conv: The other one.
-        window: The window.
-        axes: Axes along which the kernel has the window's size; along others it keeps its own.
+        conv: The old convolution.
+        window: Size of the window.
+        axes: Axes along which the new kernel has the window's size. Along other axes, it has the
+            old kernel's size.
         grow: How the window grows along each axis; empty means to both sides.
     """
     settings = settings_of(conv)
@@ -104,14 +108,14 @@ def with_window(
 def _stand_in_layer(conv: Conv, grow: Grow) -> DclsConvNd:
     """Make a layer whose window is larger along all axes on which the old kernel has cells.
 
-    Its weight's last axis is one longer than the old kernel's, so that code that reads the shape
-    sees a difference.
+    The last axis of the layer's weight is one longer than the old weight's, so that code that reads
+    the shape sees a difference.
     """
     sizes = list(settings_of(conv).extents)
-    several = [axis for axis, size in enumerate(sizes) if size > 1] or [len(sizes) - 1]
-    for axis in several:
+    grown_axes = [axis for axis, size in enumerate(sizes) if size > 1] or [len(sizes) - 1]
+    for axis in grown_axes:
         sizes[axis] += STAND_IN_GROWTH
-    dense_axes = [axis for axis in range(len(sizes)) if axis not in several]
+    dense_axes = [axis for axis in range(len(sizes)) if axis not in grown_axes]
     return _layer_without_values(conv, sizes, dense_axes, [grow] * len(sizes))
 
 

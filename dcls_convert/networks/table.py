@@ -1,17 +1,18 @@
-"""Which outputs of a network change with which cells of its inputs, as a table.
+"""Tables of dependence: which outputs of a network change with which cells of its inputs.
 
-Along an axis of an input and the axis of an output that belongs to it, the table says which output
-cells change with which input cells. Here, for a kernel of 3 cells:
+For an input axis and the output axis that belongs to it, the table says which output cells change
+with which input cells. Here, for a kernel of 3 cells:
 
               input cell
             0 1 2 3 4 5 6 7
-          0 x x . . . . . .     A row is what an output cell looks at: output 2 looks at inputs 1 to
-  output  1 x x x . . . . .     3, so its displacements are -1, 0 and +1.
-  cell    2 . x x x . . . .     A column is what changes with an input cell: outputs 2 to 4 with
-          3 . . x x x . . .     input 3. One run with a changed cell shows it.
+          0 x x . . . . . .     A row: the inputs at which an output looks. Output 2 looks at inputs
+  output  1 x x x . . . . .     1 to 3, so its displacements are -1, 0 and +1.
+  cell    2 . x x x . . . .     A column: the outputs that change with an input. Outputs 2 to 4
+          3 . . x x x . . .     change with input 3. One run with a changed cell shows a column.
 
 The displacement of an entry is `input cell - stride * output cell`. The displacements of an
-output's own place are the interval `AxisPair.own`: (0, 0) if it has as many cells as the input.
+output's own place are the interval `AxisPair.own`: (0, 0) if input and output have equally many
+cells.
 """
 
 import math
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from ..running.arguments import Arguments
 
-MIN_CELLS = 4  # along an axis; fewer have no order
-# Relative to the largest output; rounding in a Fourier transform changes all outputs, by less.
+MIN_CELLS = 4  # least length of an axis on which an order of cells can be seen
+# Smallest change that counts, relative to the largest output. Rounding in a Fourier transform
+# changes all outputs, but by less.
 ROUNDING = 1e-6
-SLACK = 1e-3  # displacements are sums of few fractions
+SLACK = 1e-3  # for rounding: displacements are sums of few fractions
 
 Interval = tuple[float, float]
 
@@ -49,7 +51,8 @@ class Probe:
         block = numbers
         for axis, (first, last) in self.cells.items():
             block = block.narrow(axis, first, last - first + 1)
-        # Half a ranking further on is another value, unless all are equal, and one of the tensor's.
+        # Replace each value by the tensor's value half a ranking further on. It is a different
+        # value, unless all values are equal.
         ranks = torch.searchsorted(values.double(), block.double().contiguous())
         block.copy_(values[(ranks + (len(values) + 1) // 2) % len(values)])
         return arguments.with_tensor(self.input, tensor)
@@ -57,14 +60,14 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPair:
-    """An axis of an input and one of an output, and how the output's cells lie over the input's."""
+    """An input axis and an output axis, and how the output's cells lie over the input's."""
 
     input_axis: int
     output: int  # index among the outputs
     output_axis: int
     stride: Fraction = Fraction(1)  # input cells from one output cell to the next
-    own: Interval = (0, 0)  # displacements of the place that may be the output's own
-    is_cut: bool = False  # True if the output has fewer cells than there are places
+    own: Interval = (0, 0)  # displacements of the output's own place
+    is_cut: bool = False  # True if the output has too few cells to know its own place
     correlation: float = 0  # of input cells and the output cells that change with them
 
 
@@ -80,24 +83,25 @@ class DependenceColumn:
         return all(mask is not None and not mask.any() for mask in self.changed)
 
     def without(self, other: "DependenceColumn") -> "DependenceColumn":
-        """Return the column without the outputs that change in another one."""
+        """Return the column without the outputs that change in the other column."""
         masks: list[Tensor | None] = []
         for mask, known in zip(self.changed, other.changed, strict=True):
             masks.append(None if mask is None or known is None else mask & ~known)
         return DependenceColumn(self.probe, masks)
 
     def joined(self, other: "DependenceColumn") -> "DependenceColumn":
-        """Return the column with the outputs that change in another one, too."""
+        """Return the column, to which the changed outputs of the other column are added."""
         masks: list[Tensor | None] = []
         for mask, more in zip(self.changed, other.changed, strict=True):
             masks.append(None if mask is None or more is None else mask | more)
         return DependenceColumn(self.probe, masks)
 
     def cells(self, output: int, axis: int, lines: Sequence[AxisPair] = ()) -> list[int]:
-        """Return the cells along an axis of an output at which something changes.
+        """Return the cells along an axis of an output at which the output changes.
 
-        With `lines`, the pairs of other axes, only what lies over the probe along these axes
-        counts: a PixelCNN looks to both sides in the rows above its own, to one side in its own.
+        With `lines` (the pairs of other axes), only cells that lie over the probe along those axes
+        count. A PixelCNN needs them: it looks to both sides in the rows above, but to one side in
+        its own row.
         """
         mask = self.changed[output]
         assert mask is not None
@@ -112,7 +116,7 @@ class DependenceColumn:
         return [int(cell) for cell in slices.any(1).nonzero()]
 
     def displacements(self, pair: AxisPair, lines: Sequence[AxisPair] = ()) -> list[Interval]:
-        """Return those of the first and the last cell of the block, for each changed output."""
+        """Return the displacements of the block's first and last cell, for each changed output."""
         first, last = self.probe.cells[pair.input_axis]
         found = []
         for cell in self.cells(pair.output, pair.output_axis, lines):
@@ -134,7 +138,7 @@ class DependenceTable:
         return list(self.columns[0].probe.cells)
 
     def shapes(self) -> dict[int, torch.Size]:
-        """Return the shape of each output that keeps it in all columns, by its index."""
+        """Return, by index, the shape of each output that has the same shape in all columns."""
         shapes = {}
         for output, mask in enumerate(self.columns[0].changed):
             if all(column.changed[output] is not None for column in self.columns):
@@ -143,14 +147,14 @@ class DependenceTable:
         return shapes
 
     def is_in_place(self, axis: int, output: int, output_axis: int) -> bool:
-        """True if an axis of the input and one of an output are as many axes before the end."""
+        """True if the input axis and the output axis have the same index, counted from the last."""
         return len(self.input_shape) - axis == len(self.shapes()[output]) - output_axis
 
 
 def changes(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return a mask of where each output differs; None if its shape does.
+    """Return a mask of the changed values of each output; None if its shape has changed.
 
-    Where an output is not finite, it counts as equal.
+    Values that are not finite count as unchanged.
     """
     masks: list[Tensor | None] = [None] * len(before)
     for number, (old, new) in enumerate(zip(before, after, strict=False)):

@@ -1,8 +1,8 @@
-"""What is known of timm's private conventions: what it notes on a model, and its features.
+"""timm's private conventions: the notes that timm leaves on a model, and feature extractors.
 
-timm's models have a config, `pretrained_cfg` (where weights are from, preprocessing), and the
-arguments of their function, `_model_args`, which timm's savers write into config.json. Its argument
-`feature_cls` is a class that is called with the whole network.
+timm's models have a config, `pretrained_cfg` (origin of the weights, preprocessing), and
+`_model_args`, the arguments of their function. timm's savers write both into config.json. The
+argument `feature_cls` of timm's functions is a class that is called with the whole network.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ def config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def stated_source(model: nn.Module) -> ModelSource | None:
-    """Return how a model of timm was built, as timm notes it, with the classes that it has now.
+    """Return the source of a timm model, from timm's notes, with the model's present classes.
 
     Return None for any other model, and if `check_source` refuses the source.
     """
@@ -49,11 +49,11 @@ def stated_source(model: nn.Module) -> ModelSource | None:
 
 
 def stated_args(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments that build a model of timm as it is now, with its present classes.
+    """Return the arguments that build a timm model as it is now, with its present classes.
 
-    The plan of a converted model is left out.
+    The argument "plan" of a converted model is left out.
     """
-    # timm's own function leaves out rates of dropout, which timm's weights files do not state.
+    # timm's own function leaves out dropout rates, because timm's weights files do not state them.
     args = {**getattr(model, "_model_args", {})}
     args |= import_library("timm.models").get_model_args(model)
     return {name: plain_numbers(value) for name, value in args.items() if name != "plan"}
@@ -65,7 +65,7 @@ def stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
     if config is None or not config.get("input_size"):
         return None
     channels, *sides = config["input_size"]
-    # With these arguments, timm builds another model, but its config still states the usual size.
+    # These arguments change the model's size, but its config still states the usual size.
     arguments = getattr(model, "_model_args", {})
     channels = arguments.get("in_chans") or channels
     image_size = arguments.get("img_size")
@@ -79,10 +79,10 @@ def stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
 def mark_converted_(
     model: nn.Module, args: Mapping[str, Any] | None, input_size: Sequence[int] | None
 ) -> None:
-    """Note how to rebuild a converted model, so that timm's savers write a config that does.
+    """Note how to rebuild a converted model, so that the config by timm's savers rebuilds it.
 
     Args:
-        model: The model; one without a config stays as it is.
+        model: The model. A model without a config stays as it is.
         args: Arguments of our entry in timm's registry; None if only the user's code builds it.
         input_size: (channels, *spatial) of the plan, if it has one.
     """
@@ -98,7 +98,7 @@ def mark_converted_(
 
 
 def change_marked_plan_(model: nn.Module, changes: Mapping[str, Any]) -> None:
-    """Change entries of the plan that `mark_converted_` noted, if it noted one."""
+    """Change entries of the plan that `mark_converted_` noted, if there is one."""
     args = vars(model).get("_model_args")
     if isinstance(args, dict) and isinstance(args.get("plan"), dict):
         vars(model)["_model_args"] = {**args, "plan": {**args["plan"], **changes}}
@@ -110,16 +110,16 @@ def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def forget_origin_(model: nn.Module) -> None:
-    """Remove from the model's config what it says of its weights, which are no longer timm's."""
+    """Remove the origin of the weights from the model's config: they are no longer timm's."""
     replace_stated_cfg_(model, {})
 
 
 def replace_stated_cfg_(model: nn.Module, stated: Mapping[str, Any]) -> None:
-    """Replace entries of the model's config, if it has one, and all that it says of its origin.
+    """Replace entries of the model's config, if it has one, and drop all entries on its origin.
 
     Args:
-        model: The config of a timm model describes timm's own weights until this call.
-        stated: The new entries, under timm's names; those of SOURCE_KEYS are ignored.
+        model: The model. Until this call, its config describes timm's own weights.
+        stated: The new entries, under timm's names. Entries of SOURCE_KEYS are ignored.
     """
     config = config_of(model)
     if config is not None:

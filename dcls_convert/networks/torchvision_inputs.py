@@ -1,4 +1,4 @@
-"""The input sizes of torchvision's models, which do not state them."""
+"""Input sizes for torchvision's models, which do not state their own."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch import nn
 from ..running.input_spec import InputSpec, TensorSpec, image_inputs
 from .source import ModelSource, import_library
 
-USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; for models that state no size
+USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; assumed where no size is stated
 VIDEO_FRAMES = 16  # frames per clip of torchvision's video models
 
 
 def assumed_inputs(source: ModelSource, model: nn.Module) -> InputSpec | None:
-    """Return the inputs of a model of torchvision; None for any other.
+    """Return the inputs of a torchvision model; None for any other model.
 
-    They are images of the size that torchvision's transforms produce for this model. timm's models
-    state theirs. For a network of the user's own, the user states them.
+    The inputs are images of the size that torchvision's transforms produce for this model. timm's
+    models state their size themselves. For a network of the user's own, the user states the inputs.
     """
     if source.prefix != "torchvision":
         return None
@@ -23,7 +23,7 @@ def assumed_inputs(source: ModelSource, model: nn.Module) -> InputSpec | None:
     models = import_library("torchvision.models")
     module_name = models.get_model_builder(name).__module__
     family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]
-    if family == "optical_flow":  # from one image to the next
+    if family == "optical_flow":  # these models take two images
         image = TensorSpec(shape=(1, *USUAL_INPUT_SIZE))
         return (image, image)
     return image_inputs(_torchvision_input_size(models, family, name, model))

@@ -1,4 +1,4 @@
-"""Run a network once to find what its convolutions see, and what it costs."""
+"""Run a network once, to record the inputs of its convolutions and its costs."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
 class Calls:
     """The calls of one convolution during a trace."""
 
-    output_size: tuple[int, ...]  # spatial, of the first call
+    output_size: tuple[int, ...]  # spatial size in the first call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
     takes_image: bool = False  # True if it saw an input of the network in any call
@@ -38,21 +38,21 @@ class Trace:
 
     calls: dict[str, Calls]  # by the first qualified name of the convolution, in order
     networks: set[str]  # paths of the whole networks inside the model
-    macs: int  # of all operators
+    macs: int  # MACs of all operators
     uncounted: tuple[str, ...]  # see `MacCounter`
     finite: float  # share of the outputs that are finite; 1 on meta
 
 
 def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
-    """Run the model on its inputs.
+    """Run the model on random inputs, and record the calls of its convolutions.
 
     Args:
-        model: Afterwards as before.
-        inputs: What forward takes.
+        model: The model; afterwards, it is as before.
+        inputs: The tensors that forward takes.
         on_meta: See `running`.
 
     Raises:
-        Exception: What the model's own code raises.
+        Exception: Any error of the model's own code.
     """
     calls: dict[str, Calls] = {}
     convs: dict[AnyConv, tuple[str, int]] = {}  # name, and number of dimensions
@@ -89,12 +89,14 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
         contextlib.ExitStack() as stack,
         running(model, on_meta=on_meta, restart=restart) as run,
     ):
-        stack.enter_context(model.register_forward_pre_hook(beginnings.take, with_kwargs=True))
+        stack.enter_context(
+            model.register_forward_pre_hook(beginnings.note_inputs, with_kwargs=True)
+        )
         for path, module in model.named_modules():
-            if path and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
-                # A module with none inside only tells what the module that holds it begins with.
+            if path and not isinstance(module, torch.jit.ScriptModule):  # it refuses this hook
+                # A call of a module without children counts for the module that holds it.
                 holder = path if module._modules else path.rpartition(".")[0]
-                hook = functools.partial(beginnings.note, holder)
+                hook = functools.partial(beginnings.note_call, holder)
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for conv in convs:
             stack.enter_context(conv.register_forward_hook(record, with_kwargs=True))
@@ -114,7 +116,7 @@ def trace(model: nn.Module, inputs: InputSpec, *, on_meta: bool) -> Trace:
 def _end_after_the_head(model: nn.Module, stack: contextlib.ExitStack) -> None:
     """Let the forward pass of a one-stage detector of torchvision end after its head.
 
-    What follows has no MACs, and sorts boxes by their values, which are not there on meta.
+    The code after the head has no MACs. It sorts boxes by their values, which do not exist on meta.
     """
     for base in type(model).__mro__:
         if not base.__module__.startswith("torchvision.models.detection."):

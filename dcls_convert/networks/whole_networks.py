@@ -1,7 +1,7 @@
-"""Tell numbered modules that are whole networks, as of an ensemble, from blocks of one network.
+"""Tell whole networks in numbered containers, as of an ensemble, from blocks of one network.
 
-A network begins with what the user gives it, or with a picture; a block with what another block
-computed. So modules note, while the model runs, what is called first inside them, and with what.
+A network takes the user's inputs, or a picture. A block takes the result of another block. So,
+while the model runs, the first call inside each module is noted, with its tensors.
 """
 
 import itertools
@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 from ..layers.conv_classes import AnyConv
 from ..running.compare_outputs import tensors_in
 
-# Channels of a picture or a waveform, at most. Small networks have blocks of four channels.
+# Most channels of a picture or a waveform. Small networks have blocks of four channels.
 PICTURE_CHANNELS = 3
 
 
 @dataclass(slots=True)
 class Beginnings:
-    """What the modules of a network are called with first, during a trace."""
+    """The tensors of the first call inside each module of a network, during a trace."""
 
-    inputs: dict[Tensor, int] = field(default_factory=dict)  # and their latest versions
-    called: set[str] = field(default_factory=set)  # paths in which something was called
+    inputs: dict[Tensor, int] = field(default_factory=dict)  # input -> its latest version
+    called: set[str] = field(default_factory=set)  # paths inside which a module was called
     with_input: set[str] = field(default_factory=set)  # see `whole_networks`
     with_picture: set[str] = field(default_factory=set)
     conv_was_called: bool = False
@@ -38,7 +38,9 @@ class Beginnings:
         self.with_picture.clear()
         self.conv_was_called = False
 
-    def take(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_inputs(
+        self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Note the inputs of the network."""
         for tensor in tensors_in([args, kwargs]):
             self.inputs[tensor] = _version(tensor)
@@ -47,16 +49,16 @@ class Beginnings:
         """True for an input of the network that nothing has changed in place."""
         return tensor in self.inputs and self.inputs[tensor] == _version(tensor)
 
-    def note(
+    def note_call(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Note what a module is called with, for the module of this path and those that hold it."""
+        """Note the tensors of a call, for the module of this path and the modules that hold it."""
         if self.conv_was_called and (not path or path in self.called):
             return
         tensors: list[Tensor] = list(filter(torch.is_tensor, tree_leaves((args, kwargs))))
         if not tensors:
             return
-        if not self.conv_was_called:  # perhaps an input that was prepared
+        if not self.conv_was_called:  # up to the first convolution, tensors count as inputs
             self.inputs.update(zip(tensors, map(_version, tensors), strict=True))
             self.conv_was_called = isinstance(module, AnyConv)
         others = list(itertools.filterfalse(self.is_input, tensors))
@@ -71,7 +73,7 @@ class Beginnings:
 
 
 def _may_be_picture(tensor: Tensor) -> bool:
-    """True for a map of few channels, which lie on its second axis or its last, and for vectors."""
+    """True for vectors, and for maps with few channels on the second or the last axis."""
     return tensor.dim() < 3 or min(tensor.shape[1], tensor.shape[-1]) <= PICTURE_CHANNELS
 
 
@@ -85,16 +87,16 @@ def whole_networks(
 ) -> set[str]:
     """Return the paths of the whole networks that lie side by side in numbered containers.
 
-    Children of a container are whole networks if at least two of them begin as networks do: on
-    inputs, or on a picture, which their first convolution widens. Of the blocks of one network,
-    only the first does. A child with a single convolution is a layer, as in a stem of branches.
+    Children of a container are whole networks if at least two of them take inputs of the network,
+    or a picture whose channels their first convolution widens. Of the blocks of one network, only
+    the first takes them. A child with a single convolution is a layer, as in a stem of branches.
 
     Args:
         convs: Convolutions by name, in the order of their first calls.
-        begin_with_input: Paths of the modules with others inside in which what is called first
-            takes inputs of the network alone: the module itself, or one inside it.
-        begin_with_picture: Paths of the modules that take nothing but inputs and what may be
-            pictures.
+        begin_with_input: Paths of modules whose first call (of the module or of a module inside it)
+            takes only inputs of the network.
+        begin_with_picture: Paths of modules whose first call takes only inputs of the network and
+            tensors that may be pictures.
     """
     widening = _widen_a_picture(convs)
     convs_in: dict[str, list[str]] = {}  # by the path of a module
@@ -117,8 +119,8 @@ def whole_networks(
 def whole_networks_by_definition(convs: Mapping[str, AnyConv]) -> set[str]:
     """Return the paths of the whole networks in a model that was not traced.
 
-    Its convolutions are assumed to be called in the order in which they are defined, the first on
-    the input.
+    The convolutions are assumed to be called in the order of their definition, the first one on the
+    input.
     """
     all_paths = {path for name in convs for path in paths_above(name)}
     first = next(iter(convs), "")
@@ -126,18 +128,18 @@ def whole_networks_by_definition(convs: Mapping[str, AnyConv]) -> set[str]:
 
 
 def paths_above(name: str) -> list[str]:
-    """Return the paths of the modules that hold this one: "a.0.conv" -> "a", "a.0"."""
+    """Return the paths of the modules that hold a module: "a.0.conv" -> "a", "a.0"."""
     return list(itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def _widen_a_picture(convs: Mapping[str, AnyConv]) -> set[str]:
-    """Return the names of the convolutions that see a picture and have more output channels.
+    """Return the names of the convolutions that take a picture and have more output channels.
 
-    A map of few channels is a picture if maps before it were wider: a narrow network is not
-    narrowed on its way.
+    A map of few channels is a picture if earlier maps have more channels. In a narrow network, all
+    maps have few channels.
     """
     names: set[str] = set()
-    widest = 0  # output channels of the convolutions before
+    widest = 0  # most output channels of the earlier convolutions
     for name, conv in convs.items():
         sees_picture = conv.in_channels <= PICTURE_CHANNELS and conv.in_channels < widest
         if sees_picture and conv.groups == 1 and conv.in_channels < conv.out_channels:

@@ -1,4 +1,4 @@
-"""Find what must be undone before a model or its parts can be converted: wrappers, other forms."""
+"""Find wrappers and compiled forms, which must be undone before a model or its part converts."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -17,18 +17,18 @@ SHARDED = "FullyShardedDataParallel"
 PARALLEL = "DistributedDataParallel"
 # Classes of torch and timm that hold a network as their `module`.
 WRAPPERS = ("AveragedModel", "DataParallel", PARALLEL, SHARDED, "ModelEmaV2", "ModelEmaV3")
-# What wrappers add to names: torch.compile, FSDP1, checkpointing, DeepSpeed (in Lightning).
+# Additions of wrappers to names: torch.compile, FSDP1, checkpointing, DeepSpeed (in Lightning).
 WRAPPER_NAMES = re.compile(
     r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"
-OTHER_FORMS = (torch.jit.ScriptModule, fx.GraphModule)  # which run code that is not their modules'
+OTHER_FORMS = (torch.jit.ScriptModule, fx.GraphModule)  # they run a graph, not their modules
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Raise PlanError, with what to do first, if the model is a wrapper or not made of modules."""
+    """Raise PlanError, which says what to do, if the model is a wrapper or not made of modules."""
     if COMPILED in model._modules:
         raise PlanError("the model is compiled; convert it before torch.compile")
     wrapper = _wrapper_class(model)
@@ -65,7 +65,7 @@ def inside_wrappers(model: nn.Module, *, replaces_parameters: bool = False) -> n
 
 
 def _wrapper_class(model: nn.Module) -> str | None:
-    """Return the name of the wrapper of torch or timm that the model is; None for all others."""
+    """Return the class name of a wrapper of torch or timm; None for any other model."""
     for base in type(model).__mro__:
         if base.__name__ in WRAPPERS and base.__module__.partition(".")[0] in ("torch", "timm"):
             return base.__name__
@@ -73,7 +73,7 @@ def _wrapper_class(model: nn.Module) -> str | None:
 
 
 def by_plain_name(named: Iterable[tuple[str, Part]]) -> dict[str, Part]:
-    """Return parts of a network by their names, without the names of wrappers inside it."""
+    """Return parts of a network by their names, from which names of inner wrappers are removed."""
     parts = {}
     for name, part in named:
         parts[WRAPPER_NAMES.sub("", f"{name}.").rstrip(".")] = part
@@ -81,18 +81,18 @@ def by_plain_name(named: Iterable[tuple[str, Part]]) -> dict[str, Part]:
 
 
 def other_forms(model: nn.Module) -> Iterator[Skipped]:
-    """Yield the parts of a model that convolve, but not by a convolution of torch.nn."""
+    """Yield the parts of a model that are TorchScript or exported, which hides convolutions."""
     for name, module in model.named_modules():
         if not isinstance(module, OTHER_FORMS):
             continue
         reason = _other_form(module)
-        # One line for the outermost part, not for all that is inside.
+        # Only the outermost part is reported, not the parts inside it.
         if reason and not _other_form(model.get_submodule(name.rpartition(".")[0])):
             yield Skipped(name=name, type=type(module).__name__, reason=reason)
 
 
 def _other_form(module: nn.Module) -> str | None:
-    """Return what to do first if a module runs code that is not that of its modules; or None."""
+    """Return what to do first if a module runs a graph instead of its modules; or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return SCRIPTED
     if isinstance(module, fx.GraphModule):
@@ -102,7 +102,7 @@ def _other_form(module: nn.Module) -> str | None:
 
 
 def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
-    """Return why a convolution cannot be replaced in the form or wrapper that it is in; or None."""
+    """Return why a convolution cannot be replaced inside its wrapper or compiled form; or None."""
     conv = model.get_submodule(name)
     form = _other_form(conv)
     if form is not None:
@@ -120,6 +120,6 @@ def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """True for a layer of peft, which wraps a layer of the network; or one that is built alike."""
+    """True for a layer of peft, which wraps a layer of the network, or a layer built like it."""
     is_of_peft = type(module).__module__.startswith("peft.")
     return is_of_peft or any(name.startswith("lora_") for name in module._modules)

@@ -129,8 +129,10 @@ def choose_window(
     window, dense_axes = _window(site, claim.size(size), claim.rule)
     sides = [_side_to_grow(claim, axis, window) for axis in range(site.dims)]
     grow = () if set(sides) == {"both"} else tuple(sides)
-    if site.reads_attributes is not None and not grow and _growing_axes(site, window):
-        raise NoWindowError(f"{site.reads_attributes}; {IF_CAUSAL}, which keeps the attributes")
+    if site.why_attributes_are_needed is not None and not grow and _growing_axes(site, window):
+        raise NoWindowError(
+            f"{site.why_attributes_are_needed}; {IF_CAUSAL}, which keeps the attributes"
+        )
     check_window(site.kernel_size, site.dilation, window, dense_axes, grow)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, grow)
@@ -235,7 +237,7 @@ def _side_to_grow(claim: Claim, axis: int, window: Sequence[int]) -> Grow:
         # also pads along this axis is not known, but outputs look to both sides along this axis.
         is_padded_elsewhere = any(other.side for other in claim.growth_limits.values())
         # `choose_window` has a better reason where attributes are read.
-        is_read = site.reads_attributes is not None
+        is_read = site.why_attributes_are_needed is not None
         if reason is not None and not is_padded_elsewhere and not is_read:
             raise NoWindowError(f"{where}{reason}. {ANYWAY}; {IF_CAUSAL}")
         return "both"
@@ -358,8 +360,8 @@ def notes_on_classes(sites: Sequence[ConvSite]) -> list[str]:
     """Return what converted convolutions lose; convolutions with the same loss share a sentence."""
     names_of: dict[str, list[str]] = {}
     for site in sites:
-        if site.lost_members:
-            members = join_with_and(site.lost_members)
+        if site.missing_members:
+            members = join_with_and(site.missing_members)
             text = f"the class {site.type} has {members}, which the DCLS layer lacks"
             names_of.setdefault(text, []).append(site.name)
     return [f"{short_list(names)}: {text}." for text, names in names_of.items()]

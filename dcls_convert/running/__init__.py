@@ -1,1 +1,1 @@
-"""A network is run: with which arguments, how, and how close the outputs of two runs are."""
+"""Running a network: its arguments, the run itself, and comparing the outputs of two runs."""

@@ -1,4 +1,4 @@
-"""The tensors that a network's forward takes: their description, and tensors like them."""
+"""Describe the tensors that a network's forward takes, and make random tensors like them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ExampleInputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What forward is called with: `model(*arguments.args, **arguments.kwargs)`."""
+    """Arguments for a call of forward: `model(*arguments.args, **arguments.kwargs)`."""
 
     args: tuple[Tensor, ...]
     kwargs: dict[str, Tensor] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Arguments:
         return (*self.args, *self.kwargs.values())
 
     def with_tensor(self, index: int, tensor: Tensor) -> "Arguments":
-        """Return the arguments with another tensor at an index of `tensors()`."""
+        """Return the arguments, with `tensor` at this index of `tensors()`."""
         tensors = list(self.tensors())
         tensors[index] = tensor
         kwargs = dict(zip(self.kwargs, tensors[len(self.args) :], strict=True))
@@ -34,10 +34,10 @@ class Arguments:
 
 
 def describe_inputs(example_inputs: ExampleInputs) -> InputSpec:
-    """Return what describes a user's example inputs.
+    """Describe a user's example inputs.
 
     Raises:
-        PlanError: They are anything else than tensors, a sequence of them, or a mapping of them.
+        PlanError: The inputs are not a tensor, a sequence of tensors, or a mapping of tensors.
     """
     named: list[tuple[str | None, object]]
     if isinstance(example_inputs, Tensor):
@@ -65,13 +65,13 @@ def _described(name: str | None, tensor: object) -> TensorSpec:
 
 
 def _range(tensor: Tensor) -> tuple[int, int] | tuple[float, float] | None:
-    """Return the smallest and largest value; None if they say nothing of the values."""
+    """Return the smallest and the largest value; None if they describe no range."""
     if tensor.is_meta or not tensor.numel() or tensor.is_complex() or tensor.dtype == torch.bool:
         return None
     least = tensor.min().item()
     most = tensor.max().item()
     if tensor.is_floating_point():
-        # A constant is a placeholder, as of torch.zeros, not a range.
+        # A constant tensor, as from torch.zeros, is a placeholder, not a range.
         is_range = -MAX_INTEGER < least < most < MAX_INTEGER
         return (least, most) if is_range else None
     return (max(int(least), -MAX_INTEGER), min(int(most), MAX_INTEGER))
@@ -82,19 +82,20 @@ def random_arguments(
 ) -> Arguments:
     """Return tensors of random values on the CPU, always the same for a seed.
 
-    Values are uniform in the range of the example's; floats without a range are normal. Floats have
-    the given dtype. On the device "meta", tensors have no values.
+    Values are uniform in the stated range. Floats without a range are normal. Floats have the given
+    dtype. On the device "meta", tensors have no values.
     """
     generator = torch.Generator().manual_seed(seed)
     args = []
     kwargs = {}
     for description in inputs:
-        own: torch.dtype = getattr(torch, description.dtype)
-        own = dtype if own.is_floating_point else own
+        tensor_dtype: torch.dtype = getattr(torch, description.dtype)
+        if tensor_dtype.is_floating_point:
+            tensor_dtype = dtype
         if device == "meta":
-            tensor = torch.empty(description.shape, dtype=own, device=device)
+            tensor = torch.empty(description.shape, dtype=tensor_dtype, device=device)
         else:
-            tensor = _random_values(description, generator).to(own)
+            tensor = _random_values(description, generator).to(tensor_dtype)
         if description.name is None:
             args.append(tensor)
         else:

@@ -1,4 +1,4 @@
-"""Measure how far the outputs of two models differ, for outputs of any structure."""
+"""Measure how much the outputs of two models differ, for outputs of any structure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class ComparisonError(DclsConvertError):
 def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return |a - b| / |a| in Euclidean norms, over all pairs (a, b) of tensors together.
 
-    It is infinite if a is 0 and b is not, or if a value is not finite.
+    The error is infinite if a is 0 and b is not, or if a value is not finite.
     """
     difference = 0.0
     norm = 0.0
@@ -42,7 +42,7 @@ def _precise(tensor: Tensor) -> Tensor:
 
 
 def max_relative_error(outputs: Any, others: Any) -> float:
-    """Return the largest `relative_error` of a tensor in the outputs.
+    """Return the largest `relative_error` of any tensor in the outputs.
 
     Raises:
         ComparisonError: The outputs cannot be compared.
@@ -58,7 +58,7 @@ def max_relative_error(outputs: Any, others: Any) -> float:
 
 
 def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
-    """Return the `max_relative_error` of outputs if it is within the bound.
+    """Check that the `max_relative_error` of outputs is within the bound, and return the error.
 
     Raises:
         ComparisonError: The error is larger, or the outputs cannot be compared. The message begins
@@ -79,10 +79,10 @@ def compare_outputs(outputs: Any, others: Any, *, num_classes: int | None = None
     """Compare the old network's outputs with the new one's (`others`).
 
     Args:
-        outputs: Of one batch, or a list with those of each batch.
-        others: In the same form.
-        num_classes: Number of classes that the network ranks: 0 if it is no classifier, None if
-            that is not known.
+        outputs: The old network's outputs for one batch, or a list of its outputs per batch.
+        others: The new network's outputs, in the same form.
+        num_classes: Number of classes that the network ranks: 0 for a network that is no
+            classifier, None if the number is not known.
     """
     old_tensors = tensors_in(outputs)
     new_tensors = tensors_in(others)
@@ -127,12 +127,12 @@ def _common_width(outputs: Sequence[Tensor]) -> int | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value: itself, or those nested in it (see `_leaves`)."""
+    """Return the tensors in a value: the value itself, or the tensors nested in it."""
     return [leaf for leaf in _leaves(value).values() if isinstance(leaf, Tensor)]
 
 
 def comparable(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the outputs as real numbers, without those that torch cannot compare."""
+    """Return the outputs as real numbers, without outputs that torch cannot compare."""
     found = []
     for tensor in outputs:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
@@ -162,7 +162,7 @@ def _pairs(outputs: Any, others: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the tensors at the same place in both outputs, and the place for messages.
 
     Raises:
-        ComparisonError: Places, shapes, or values that are no tensors differ.
+        ComparisonError: Places, shapes, or values other than tensors differ.
     """
     leaves = _leaves(outputs)
     other_leaves = _leaves(others)
@@ -181,7 +181,7 @@ def _pairs(outputs: Any, others: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Compare values without parts. Iterators are the same only if they are one object."""
+    """Compare values without parts. Iterators are equal only if they are the same object."""
     try:
         return bool(value == other)
     except Exception:  # the class's own code
@@ -189,10 +189,10 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 
 def _leaves(value: Any, place: str = "output") -> dict[str, Any]:
-    """Return what has no parts in a value, by place: "output['logits'][0]".
+    """Return the innermost values, which have no parts, by place: "output['logits'][0]".
 
-    torch opens lists, tuples and dicts. Other sequences and mappings are opened here, and objects,
-    such as dataclasses, which have fields.
+    torch opens lists, tuples and dicts. Other sequences and mappings are opened here, as are
+    objects with fields, such as dataclasses.
 
     Raises:
         ComparisonError: The value contains itself.
@@ -209,7 +209,7 @@ def _leaves(value: Any, place: str = "output") -> dict[str, Any]:
 
 
 def _parts(value: Any) -> list[Any] | dict[str, Any] | None:
-    """Return the entries or fields of a value; None if it has none that are outputs."""
+    """Return the entries or fields of a value; None if the value has no parts."""
     if isinstance(value, Tensor | str | bytes | type | nn.Module):
         return None
     if isinstance(value, Mapping):

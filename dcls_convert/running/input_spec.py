@@ -1,4 +1,4 @@
-"""What a network's forward takes, as plain values: the shape and dtype of each tensor."""
+"""Description of the tensors that a network's forward takes, as plain values: shapes and dtypes."""
 
 import math
 from collections.abc import Container, Sequence
@@ -11,18 +11,18 @@ from ..text import shortened
 FLOAT32 = "float32"
 FLOATS = ("float16", "bfloat16", FLOAT32, "float64")
 OTHER_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128")
-MAX_INTEGER = 2**63 - 2  # the largest that torch draws
-LARGE_IMAGE = 128 * 128  # pixels; `smaller_inputs` halves the sides of larger ones
-USUAL_STRIDE = 32  # of a network
+MAX_INTEGER = 2**63 - 2  # largest random integer of torch
+LARGE_IMAGE = 128 * 128  # pixels; `smaller_inputs` halves the sides of larger images
+USUAL_STRIDE = 32  # input cells per output cell of most networks
 AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor that forward takes. Random values of this kind can be made again."""
+    """One tensor that forward takes, described well enough to make random tensors like it."""
 
-    name: str | None = None  # of its keyword argument; None if it is passed by position
-    shape: tuple[int, ...]  # with the batch axis, if it has one
+    name: str | None = None  # name of the keyword argument; None if passed by position
+    shape: tuple[int, ...]  # with the batch axis, if there is one
     dtype: str = FLOAT32  # as torch names it
     # Smallest and largest value of the user's example; None for normal floats, bits, and complex
     # numbers.
@@ -38,9 +38,9 @@ def image_inputs(input_size: Sequence[int]) -> InputSpec:
 
 
 def one_image(inputs: InputSpec, dims: Container[int]) -> InputSpec:
-    """Return inputs for one image, if they are a batch of images of so many sides.
+    """Return inputs for one image, if `inputs` are a batch of images with so many sides.
 
-    The model's own dtype is that of its images.
+    The dtype is float32: when the model runs, images get the model's own dtype.
     """
     if not _are_images(inputs, dims):
         return inputs
@@ -48,7 +48,7 @@ def one_image(inputs: InputSpec, dims: Container[int]) -> InputSpec:
 
 
 def as_image_size(inputs: InputSpec | None, dims: Container[int]) -> tuple[int, ...] | None:
-    """Return (channels, *spatial) if the only input is one image of so many sides."""
+    """Return (channels, *spatial) if the only input is one image with so many sides."""
     if inputs is None or not _are_images(inputs, dims) or inputs[0].shape[0] != 1:
         return None
     return inputs[0].shape[1:]
@@ -62,7 +62,7 @@ def _are_images(inputs: InputSpec, dims: Container[int]) -> bool:
 
 
 def in_unit_range(inputs: InputSpec) -> InputSpec:
-    """Return the inputs with values from 0 to 1 for floats whose range is not stated."""
+    """Return the inputs, where floats without a stated range get the range from 0 to 1."""
     found = []
     for tensor in inputs:
         if tensor.dtype in FLOATS and tensor.range is None:
@@ -72,10 +72,10 @@ def in_unit_range(inputs: InputSpec) -> InputSpec:
 
 
 def checked_input_size(given: object) -> tuple[int, ...]:
-    """Return a user's size of an image as a tuple.
+    """Return the image size that a user gave as a tuple.
 
     Raises:
-        PlanError: It is not a sequence of channels and spatial sizes, positive integers all.
+        PlanError: The size is not a sequence of channels and spatial sizes, all positive integers.
     """
     size = plain_numbers(given)
     if isinstance(size, Sequence) and len(size) in AXES_OF_IMAGE:
@@ -88,7 +88,7 @@ def checked_input_size(given: object) -> tuple[int, ...]:
 
 
 def check_inputs(inputs: InputSpec) -> None:
-    """Raise PlanError for example inputs that cannot be made."""
+    """Raise PlanError for descriptions from which no inputs can be made."""
     names = [tensor.name for tensor in inputs if tensor.name is not None]
     if not inputs or len(set(names)) < len(names):
         raise PlanError("example inputs: there are none, or two of one name")
@@ -121,14 +121,14 @@ def have_batch_axis(inputs: InputSpec) -> bool:
 
 
 def with_batch(inputs: InputSpec, batch: int) -> InputSpec:
-    """Return inputs for a batch of another size; the same if they have no batch axis."""
+    """Return the inputs for another batch size; without a batch axis, the inputs as they are."""
     if not have_batch_axis(inputs):
         return inputs
     return tuple(replace(tensor, shape=(batch, *tensor.shape[1:])) for tensor in inputs)
 
 
 def sides_of_image(inputs: InputSpec, dims: int) -> tuple[int, ...] | None:
-    """Return the sides of the first input that has this many, or None if none has."""
+    """Return the sides of the first input that has `dims` sides, or None if no input has."""
     for tensor in inputs:
         if len(tensor.shape) == dims + 2:
             return tensor.shape[2:]
@@ -136,7 +136,7 @@ def sides_of_image(inputs: InputSpec, dims: int) -> tuple[int, ...] | None:
 
 
 def pixel_count(inputs: InputSpec) -> int:
-    """Return the pixels or voxels of the largest input, or its elements if it is no image."""
+    """Return the number of pixels or voxels of the largest input (of elements, if no image)."""
     return max(math.prod(tensor.shape[2:] or tensor.shape) for tensor in inputs)
 
 
@@ -154,7 +154,7 @@ def smaller_inputs(inputs: InputSpec) -> InputSpec:
 
 
 def _smaller_side(side: int, factor: int) -> int:
-    """Return a side that is smaller by about this factor, and can be halved as often as usual."""
+    """Return a side that is smaller by about this factor, and a multiple of the usual stride."""
     if factor == 1:
         return side
     return max(1, side // factor // USUAL_STRIDE) * min(side, USUAL_STRIDE)

@@ -1,4 +1,4 @@
-"""Whether a network is a library's as it is, whose code is known."""
+"""Tell networks that consist of unchanged library code from all others."""
 
 from torch import nn
 
@@ -6,9 +6,10 @@ LIBRARIES = ("timm.", "torch.", "torchvision.", "dcls_convert.")
 
 
 def is_library_code(model: nn.Module) -> bool:
-    """True for a network of timm or torchvision as it is, which the tests of this package cover.
+    """True for an unchanged network of timm or torchvision; the tests of this package cover these.
 
-    It consists of library code alone: no hooks, and no other methods set on a module.
+    An unchanged network consists of library code alone, without hooks, and without methods that
+    other code has set on its modules.
     """
     if not type(model).__module__.startswith(("timm.", "torchvision.")):
         return False

@@ -1,4 +1,4 @@
-"""The state of a user's network: what its modules contain, saved and restored."""
+"""Save and restore the state of a user's network: the contents of its modules."""
 
 import contextlib
 from collections import deque
@@ -14,7 +14,7 @@ from ..layers.dcls_conv import DclsConvNd
 
 
 def _plain_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules, but not those that initialise themselves later or refuse new buffers."""
+    """Return the modules, without lazy ones (no values yet) and TorchScript (no new buffers)."""
     modules = []
     for module in model.modules():
         if not isinstance(module, LazyModuleMixin | torch.jit.ScriptModule):
@@ -23,10 +23,10 @@ def _plain_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def containers_of(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return each container of the modules, and its contents.
+    """Return pairs of a container of the modules and a copy of its contents.
 
-    The containers are each module's attributes, and the dictionaries, lists and sets among them:
-    parameters, buffers, children, hooks, and the network's own.
+    The containers are each module's attribute dictionary, and the dictionaries, lists and sets
+    among the attributes: parameters, buffers, children, hooks, and the network's own containers.
     """
     saved: list[tuple[Any, Any]] = []
     for module in _plain_modules(model):
@@ -57,9 +57,9 @@ def copy_tensors_(model: nn.Module, *, on_meta: bool) -> None:
 
     With `on_meta`, parameters are replaced, too, and the copies have no values.
 
-    `functional_call` would not do: it does not undo that `forward` sets a buffer that was None.
+    `functional_call` would not suffice: if `forward` sets a buffer that was None, it stays set.
     """
-    copies: dict[int, Tensor] = {}  # by the id of the original, as modules can share it
+    copies: dict[int, Tensor] = {}  # by the id of the original, which modules can share
     for module in _plain_modules(model):
         places: list[dict[str, Any]] = [vars(module), module._buffers]
         if on_meta:

@@ -20,8 +20,8 @@ from ..text import shortened
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
-# Held while settings of the process are changed: threads take turns. Otherwise, a thread would
-# restore what another one had changed.
+# Held while settings of the process are changed, so that threads take turns. Otherwise, one thread
+# would restore settings that another thread had changed.
 _process = threading.RLock()
 
 
@@ -52,7 +52,7 @@ def full_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Switch autocast off inside the block; it is a setting of the thread, not of the process."""
+    """Switch autocast off inside the block. Autocast is a setting of the thread."""
     with contextlib.ExitStack() as restore:
         for device in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
@@ -76,7 +76,7 @@ def _set_full_precision_(restore: contextlib.ExitStack) -> None:
     if older_settings is not None:
         matmul_precision, cudnn_tf32 = older_settings
         if matmul_precision != "highest":
-            # Restoring it also changes the CPU backends' settings, which are restored after it.
+            # Restoring this setting also changes the CPU backends', which are restored afterwards.
             restore.callback(torch.set_float32_matmul_precision, matmul_precision)
             torch.set_float32_matmul_precision("highest")
         if cudnn_tf32:
@@ -87,8 +87,9 @@ def _set_full_precision_(restore: contextlib.ExitStack) -> None:
 def _older_precision_settings() -> tuple[str, bool] | None:
     """Read the float32 matmul precision and cuDNN's TF32 flag from torch's older interface.
 
-    Return None if the newer interface (torch 2.9, `fp32_precision`) is in use. The two must not be
-    mixed: torch.compile would fail, and the newer would take over settings of the older.
+    Return None if the newer interface (torch 2.9, `fp32_precision`) is in use. The two interfaces
+    must not be mixed: torch.compile would fail, and the newer one would take over settings of the
+    older one.
     """
     backends: Any = torch.backends
     for part in (backends, backends.cudnn):
@@ -123,7 +124,7 @@ def suppress_output() -> Iterator[None]:
 def seeded(seed: int | None) -> Iterator[None]:
     """Seed the generators of torch, NumPy and Python inside the block, and restore them afterwards.
 
-    If `seed` is None, they are left alone.
+    If `seed` is None, the generators are left alone.
     """
     if seed is None:
         yield
@@ -133,9 +134,9 @@ def seeded(seed: int | None) -> Iterator[None]:
     if cuda_in_use:
         devices = list(range(torch.cuda.device_count()))
     with _process, torch.random.fork_rng(devices=devices):
-        of_python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")  # no dependency of this package
-        of_numpy = numpy and numpy.random.get_state()
+        python_state = random.getstate()
+        numpy: Any = sys.modules.get("numpy")  # may be missing: this package does not depend on it
+        numpy_state = numpy and numpy.random.get_state()
         # torch.manual_seed would also reseed devices whose state is not saved here.
         torch.default_generator.manual_seed(seed)
         for index in devices:
@@ -146,6 +147,6 @@ def seeded(seed: int | None) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(of_python)
+            random.setstate(python_state)
             if numpy:
-                numpy.random.set_state(of_numpy)
+                numpy.random.set_state(numpy_state)

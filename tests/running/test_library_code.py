@@ -6,7 +6,7 @@ No layer that users get is used by other code, or lets outputs look to a new sid
 import pytest
 
 from dcls_convert import plan_conversion
-from dcls_convert.conversion.open_network import look, open_network
+from dcls_convert.conversion.open_network import examine, open_network
 from dcls_convert.conversion.request import NetworkRequest
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.building import build_model
@@ -37,7 +37,7 @@ def measured(name):
     """Measure exactly the layers that a user's plan replaces."""
     request = NetworkRequest(model=name)
     network, _ = open_network(request, offline=True, notify=ignore_messages, note=ignore_messages)
-    found_convs = look(network, request)
+    found_convs = examine(network, request)
     try:
         plan = plan_conversion(found_convs)
     except NothingMatchesError:
