@@ -29,6 +29,9 @@ UNDO = (
     "undo this change, save, and make it again in what load_converted returns; "
     "or make it before convert_"
 )
+AS_MASKS_HAVE = (
+    ", as masks and norms have (torch.nn.utils.prune.remove and remove_parametrizations undo them)"
+)
 WITHOUT = (
     "give the network that was converted; or give plan.without('{}'), and load it into a network "
     "with the same change"
@@ -174,7 +177,7 @@ def _tensor_differences(module: Any, expected: Any) -> Iterator[Difference]:
             planned.pop("sigma", None)
     added = shapes.keys() - planned.keys()
     if added:
-        yield f"has {short_list(sorted(added))}", UNDO
+        yield f"has {short_list(sorted(added))}{AS_MASKS_HAVE}", UNDO
     for name, shape in planned.items():
         if name not in shapes:
             yield f"has no {name}", UNDO

@@ -7,7 +7,7 @@ values in place of such parameters.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from ..records import Record
 from ..running.arguments import random_arguments
 from ..running.compare_outputs import relative_error, tensors_in
 from ..running.input_spec import InputSpec, pixel_count
+from ..running.library_code import is_library_code
 from ..running.model_state import image_dtype
 from ..running.run import running, without_small_parameters
 from ..text import one_line
@@ -73,11 +74,18 @@ def take_fingerprint(model: nn.Module, inputs: InputSpec | None, *, seed: int = 
             with without_small_parameters(model) as has_small:
                 if has_small:
                     unmuted = _summaries(_run(model, inputs, seed))
+            if outputs and not is_library_code(model):
+                first = Fingerprint(dtype=dtype, outputs=outputs, reason=None)
+                again = replace(first, outputs=_summaries(_run(model, inputs, seed)))
+                if fingerprint_deviation(again, first) > TOLERANCES[dtype]:
+                    reason = "its outputs differ from run to run"
         except Exception as error:  # the model's own code may raise anything
             reason = f"{type(error).__name__}: {one_line(error)[:120]}"
     if not outputs and reason is None:
         reason = "its outputs have no finite floating-point numbers"
-    return Fingerprint(dtype=dtype, outputs=outputs or None, reason=reason, unmuted=unmuted or None)
+    if reason is not None:
+        return Fingerprint(dtype=dtype, outputs=None, reason=reason)
+    return Fingerprint(dtype=dtype, outputs=outputs, reason=None, unmuted=unmuted or None)
 
 
 def _run(model: nn.Module, inputs: InputSpec, seed: int) -> list[Tensor]:

@@ -41,6 +41,7 @@ class OpenedFolder:
     # Inputs of the model, from the plan or, without a plan, from `pretrained_cfg`.
     inputs: InputSpec | None
     pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
+    stated_classes: dict[str, Any]  # each place in the config that states them, and its number
     provenance: dict[str, Any] | None  # None if parts were converted one by one
     is_ours: bool  # whether this package was the last to write the config
 
@@ -142,6 +143,7 @@ def open_folder(folder: str | Path) -> OpenedFolder:
         stored_source=source,
         inputs=inputs,
         pretrained_cfg=pretrained_cfg,
+        stated_classes=_stated_classes(config),
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
@@ -184,3 +186,14 @@ def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in config:
             cfg[name] = config[name]
     return cfg
+
+
+def _stated_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of classes in each place of the config that states it."""
+    stated = {}
+    if "num_classes" in config:
+        stated["num_classes"] = config["num_classes"]
+    cfg = config.get("pretrained_cfg")
+    if isinstance(cfg, dict) and "num_classes" in cfg:
+        stated["pretrained_cfg.num_classes"] = cfg["num_classes"]
+    return stated

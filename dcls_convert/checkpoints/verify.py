@@ -10,9 +10,10 @@ from ..errors import DclsConvertError
 from ..file_checks import check_folder
 from ..progress import Notify, ignore_messages
 from ..records import Record
+from ..text import shortened
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import WEIGHTS, OpenedFolder, open_folder
+from .folder import CONFIG, WEIGHTS, OpenedFolder, open_folder
 from .load import load_state
 from .stored_weights import Stamp, check_tensors, read_stamp
 
@@ -98,6 +99,7 @@ def _checks(
         yield _problem(MODEL, error, opened.weights_path)
         return
     yield Check(name=MODEL, ok=True, detail=f"rebuilt; all {len(state)} tensors fit")
+    yield from _compare_classes(loaded, opened)
     yield _compare_outputs(loaded, opened, state, stamp)
 
 
@@ -117,6 +119,20 @@ def _compare_hash(opened: OpenedFolder, state: Mapping[str, Tensor], stamp: Stam
     except DclsConvertError as error:
         return _problem(WEIGHTS, error, opened.weights_path)
     return Check(name=WEIGHTS, ok=True, detail="as written")
+
+
+def _compare_classes(model: nn.Module, opened: OpenedFolder) -> Iterator[Check]:
+    """Yield a failed check for each place in the config with another number of classes.
+
+    timm would not load such a folder.
+    """
+    if opened.stored_source is None:
+        return
+    classes = getattr(model, "num_classes", opened.stored_source.args.get("num_classes"))
+    for place, found in opened.stated_classes.items():
+        if isinstance(classes, int) and found != classes:
+            detail = f"{place} is {shortened(found)}, but the network has {classes:,} classes"
+            yield Check(name=CONFIG, ok=False, detail=detail)
 
 
 def _compare_outputs(

@@ -223,14 +223,19 @@ def _save(conversion: "Conversion", output: Path, *, force: bool, picture: bool)
 def _sweep_command(request: "ConversionRequest", draft: "DraftPlan", start_name: str) -> str:
     """Return the command that compares sizes for a network, or for a folder's original network."""
     from ..conversion.request import FROM_CONVERTED
+    from ..planning.claims import AUTO_RULES
 
     network = request.network
+    options = replace(request.options, dilated_size=AUTO)
     if start_name == FROM_CONVERTED:
+        options = replace(options, tie=draft.tie)
+        if draft.rules not in AUTO_RULES:
+            options = replace(options, rules=draft.rules)
         kwargs = draft.model_args or None
         network = replace(
             network, model=str(draft.model), model_kwargs=kwargs, input_size=draft.input_size
         )
-    return shell_command(network, replace(request.options, dilated_size=AUTO), command="sweep")
+    return shell_command(network, options, command="sweep")
 
 
 def _show(conversion: "Conversion", verbose: int) -> None:

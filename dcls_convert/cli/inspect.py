@@ -73,8 +73,10 @@ def inspect(
     quiet: options.Quiet = False,
 ) -> None:
     """Show where a network's elements are: at the border, overlapping, far from the centre."""
-    if plan and picture is not None:
-        raise DclsConvertError("--plan prints the plan alone; omit --picture")
+    if plan and (since or history or picture is not None):
+        raise DclsConvertError(
+            "--plan prints the plan alone; omit --since, --history and --picture"
+        )
     if picture is None and (history or width is not None):
         raise DclsConvertError("--history and --width need a file to draw: add --picture FILE.png")
     from ..checkpoints.folder import open_folder

@@ -20,7 +20,12 @@ Pattern = Annotated[
 ]
 Jobs = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, max=1024, help="Worker processes (default: one per CPU)."),
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Worker processes (default: as many as torch has threads).",
+    ),
 ]
 
 

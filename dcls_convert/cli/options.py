@@ -103,8 +103,8 @@ Rules = Annotated[
     str,
     model_option(
         metavar="FILE|NAME|auto",
-        help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones if there are "
-        "none.",
+        help="Rule file or built-in set; auto: the first of depthwise, conv3x3, dense3x3x3 and "
+        "conv1d that matches.",
         callback=_load_rules,
     ),
 ]

@@ -1,6 +1,5 @@
 """Compare a network's outputs before and after its conversion."""
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
 from ..running.agreement import Agreement
-from ..running.arguments import random_arguments
 from ..running.compare_outputs import compare_outputs
-from ..running.input_spec import pixel_count, with_batch
 from ..running.run import running
 from ..starts.images import Calibration
 from ..weights.loading import classifier_prefixes
@@ -28,12 +24,9 @@ class OutputsBefore:
     # How close the outputs for images shifted by one pixel are to `held_out`: a yardstick for the
     # error of the conversion. None if no image is held out.
     shifted: Agreement | None
-    random: Any  # outputs for two random images; see `_random_outputs`
 
 
-def outputs_before_conversion(
-    model: nn.Module, plan: ConversionPlan, images: Calibration | None
-) -> OutputsBefore:
+def outputs_before_conversion(model: nn.Module, images: Calibration | None) -> OutputsBefore:
     """Run the unconverted model on all images on which the converted model is compared."""
     held_out: list[Any] = []
     shifted = None
@@ -41,8 +34,7 @@ def outputs_before_conversion(
         held_out = _outputs(model, images.held_out)
         shifted_outputs = _outputs(model, map(_shifted_by_a_pixel, images.held_out))
         shifted = compare_outputs(held_out, shifted_outputs, num_classes=stated_classes(model))
-    random = _random_outputs(model, plan)
-    return OutputsBefore(held_out=held_out, shifted=shifted, random=random)
+    return OutputsBefore(held_out=held_out, shifted=shifted)
 
 
 def compare_with_outputs_before(
@@ -57,15 +49,11 @@ def compare_with_outputs_before(
         before: Outputs before the conversion.
         model: The converted model.
         plan: The plan that was carried out; its layers have the errors of the kernels.
-        images: The calibration. Without one (None), only outputs for random images are compared.
+        images: The calibration. Without one (None), only kernels are compared.
     """
-    random_error = None
-    if before.random is not None:
-        random = _random_outputs(model, plan)
-        random_error = compare_outputs(before.random, random).output_error
     kernel_error = _mean(layer.fit_error for layer in plan.layers)
     if images is None:
-        return Outcome(kernel_error=kernel_error, images=0, random_output_error=random_error)
+        return Outcome(kernel_error=kernel_error, images=0)
     outputs = _outputs(model, images.held_out)
     converted = compare_outputs(before.held_out, outputs, num_classes=stated_classes(model))
     return Outcome(
@@ -74,7 +62,6 @@ def compare_with_outputs_before(
         layer_error=_mean(layer.output_error for layer in plan.layers),
         fitted_images=len(images),
         files_held_out=images.files_held_out,
-        random_output_error=random_error,
         same_top1=converted.same_top1,
         kl=converted.kl,
         same_largest=converted.same_largest,
@@ -112,24 +99,6 @@ def stated_classes(model: nn.Module) -> int | None:
 def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
     with running(model) as run:
         return [run(batch) for batch in batches]
-
-
-def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """Return the outputs for two random images or, if the model takes no images, random inputs.
-
-    Return None if the model has no weights, if it fails on the inputs, or if the inputs are unknown
-    or too large.
-    """
-    inputs = plan.inputs
-    if inputs is None or pixel_count(inputs) > MAX_PIXELS:
-        return None
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return None
-    # The model's own code may raise anything, and the comparison is optional.
-    with contextlib.suppress(Exception), running(model) as run:
-        arguments = random_arguments(inputs if plan.input_size is None else with_batch(inputs, 2))
-        return run(*arguments.args, **arguments.kwargs)
-    return None
 
 
 def _shifted_by_a_pixel(images: Tensor) -> Tensor:

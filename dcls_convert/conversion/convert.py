@@ -107,12 +107,12 @@ def prepare(
     Raises:
         DclsConvertError: Something does not fit.
     """
-    for sentence in options_without_effect(request):
-        warn(sentence)
     model = request.network.model
     if is_converted(model):
         larger = plan_larger_windows(request, model)
         return Prepared(request=request, draft=larger, start_name=FROM_CONVERTED, network=None)
+    for sentence in options_without_effect(request):
+        warn(sentence)
     network, weights = open_network(
         request.network, offline=request.dry_run, notify=notify, note=note
     )
@@ -241,14 +241,14 @@ def _replace_and_compare_(
     """Replace the network's convolutions, and compare the outputs of a trained network.
 
     Args:
-        images: The calibration's images. Outputs are compared on them and on random images.
+        images: The calibration's images. Outputs are compared on those that are held out.
         statistics: Statistics of the convolutions' inputs for these images.
         elements: See `replace_convs_`.
     """
     notify("converting")
     before = None
     if elements is None and request.network.trained and request.resolved_init != "random":
-        before = outputs_before_conversion(network, plan, images)
+        before = outputs_before_conversion(network, images)
     plan = replace_convs_(
         network,
         plan,

@@ -25,7 +25,7 @@ from ..planning.windows import notes_on_windows, with_other_window
 from ..reports.report import ConversionReport, report_of
 from ..running.model_state import unchanged_on_failure
 from ..text import join_with_and
-from .provenance import WITHOUT_EFFECT, attach_provenance_, provenance_of
+from .provenance import NOT_RECORDED, attach_provenance_, provenance_of
 from .request import ConversionRequest
 
 ENLARGED = "enlarged"  # entry of a network's provenance: its changes of windows
@@ -106,7 +106,7 @@ def _add_to_provenance_(model: nn.Module, request: ConversionRequest) -> None:
 
 def _refuse_other_options(request: ConversionRequest, plan: ConversionPlan) -> None:
     """Refuse (PlanError) all options but the window: the first conversion decided the others."""
-    free = {"model", "dilated_size", *WITHOUT_EFFECT}
+    free = {"model", "dilated_size", *NOT_RECORDED}
     size = request.network.input_size
     if isinstance(size, Sequence) and tuple(size) == plan.input_size:
         free.add("input_size")

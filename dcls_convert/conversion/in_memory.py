@@ -69,7 +69,8 @@ def convert_(
         kernel_count: Elements per kernel, for rules that do not set it. "auto" solves for the
             budget; "exact" uses one element per cell of the old kernel.
         rules: A rule set, the name of a built-in one, a file, or a mapping with the keys of a file.
-            "auto" converts depthwise convolutions, or 3x3 ones if there are none.
+            "auto" takes the first of "depthwise", "conv3x3", "dense3x3x3" and "conv1d" that
+            matches.
         scope: "model" gives all layers one kernel count. "error" spends the same budget where
             kernels need it most. "auto" is "error" with a calibration, "model" without.
         tie: "stage" shares positions among layers of the same stage and shape; "none" gives every

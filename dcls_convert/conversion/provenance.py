@@ -22,7 +22,7 @@ from .request import ConversionRequest, NetworkRequest
 PROVENANCE_ATTRIBUTE = "dcls_provenance"
 # Fields of a request that the record states separately, not as options.
 RECORDED_APART = ("model", "seed", "weights", "pretrained")
-WITHOUT_EFFECT = ("needs_authors_elements",)  # options without effect on the result
+NOT_RECORDED = ("needs_authors_elements",)  # options that no record needs
 # Options whose values are files, or objects in memory.
 FILE_OPTIONS = ("rules", "calibration", "held_out", "example_inputs")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
@@ -66,7 +66,7 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
     for record in (request.options, request.network, request.start):
         for option in fields(record):
             value = getattr(record, option.name)
-            if option.name in RECORDED_APART + WITHOUT_EFFECT or value is None:
+            if option.name in RECORDED_APART + NOT_RECORDED or value is None:
                 continue
             value = _plain_value(option.name, value)
             if value != option.default:

@@ -162,6 +162,12 @@ def with_other_window(layer: LayerPlan, size: int | Sequence[int] | str) -> Laye
             sides[axis] = layer.extents[axis] + int(size)
         else:
             sides[axis] = size[axis]
+    if not isinstance(size, int | str) and list(size) != sides:
+        axes = ", ".join(map(str, layer.dense_axes))
+        raise PlanError(
+            f"{layer.name}: nothing is learnt along axis {axes}, so its window "
+            f"{size_text(layer.dilated_size)} cannot grow there; use {size_text(sides)}"
+        )
     changed = replace(layer, dilated_size=tuple(sides))
     check_layer(changed)
     try:

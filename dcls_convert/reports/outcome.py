@@ -27,8 +27,6 @@ class Outcome(Agreement):
     # Number of held-out files, each counted once for all its crops, if they are from the
     # calibration's own folder; else 0. Not in the JSON.
     files_held_out: Annotated[int, Field(exclude=True)] = 0
-    # |new - old| / |old| of the outputs for random images; None if unknown. Not in the JSON.
-    random_output_error: Annotated[float | None, Field(exclude=True)] = None
     # Yardstick: how well the original network agrees with itself if images move by one pixel.
     shifted: Agreement | None = None
 

@@ -42,7 +42,7 @@ class CalibrationStatistics:
     calibration: Calibration
     moments: dict[nn.Module, LineMoments]  # of each convolution
 
-    def covariance_roots(self, group: ConvGroup) -> Tensor | None:
+    def cost_roots(self, group: ConvGroup) -> Tensor | None:
         """Return square roots of the costs of kernel errors, by input channel: (in_channels, S, S).
 
         An error e of a line costs |e @ root|^2; this is what `fit_elements` minimises. The layers

@@ -60,10 +60,10 @@ def choose_counts_by_error(
     for number, group in enumerate(free_groups):
         progress = f"{number + 1} of {len(free_groups)}"
         notify(f"measuring errors of {group.title}, {progress}", number, len(free_groups))
-        covariance_roots = None
+        cost_roots = None
         if statistics is not None:
-            covariance_roots = statistics.covariance_roots(group)
-        errors.append(_relative_errors(group, covariance_roots, at_least=count_for_all))
+            cost_roots = statistics.cost_roots(group)
+        errors.append(_relative_errors(group, cost_roots, at_least=count_for_all))
     counts: dict[str, int] = {}
     chosen = solve_knapsack([_cost(group) for group in free_groups], errors, limit)
     for group, count in zip(free_groups, chosen, strict=True):
@@ -88,9 +88,7 @@ def _cost(group: ConvGroup) -> int:
     return first.lines * (len(group.layer_plans) + first.coordinates_per_element)
 
 
-def _relative_errors(
-    group: ConvGroup, covariance_roots: Tensor | None, *, at_least: int
-) -> list[float]:
+def _relative_errors(group: ConvGroup, cost_roots: Tensor | None, *, at_least: int) -> list[float]:
     """Return the sum of the layers' relative errors with 0, 1, ... elements.
 
     Errors are measured on a sample of the channels: up to as many elements as the old kernel has
@@ -98,9 +96,7 @@ def _relative_errors(
     """
     plan = group.layer_plans[0]
     box = Box.of(plan)
-    kernels, sampled_roots = sample_channels(
-        group.effective_kernels(), covariance_roots, plan.groups
-    )
+    kernels, sampled_roots = sample_channels(group.effective_kernels(), cost_roots, plan.groups)
     lines = lines_of(kernels, box)
     roots = roots_of_lines(sampled_roots, kernels[0], len(lines))
     max_count = max(plan.old_cells, at_least)
@@ -112,7 +108,7 @@ def _relative_errors(
 
 
 def sample_channels(
-    kernels: Sequence[Tensor], covariance_roots: Tensor | None, groups: int
+    kernels: Sequence[Tensor], cost_roots: Tensor | None, groups: int
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
@@ -121,7 +117,7 @@ def sample_channels(
 
     Args:
         kernels: (O, I, *K) of each layer.
-        covariance_roots: (groups * I, S, S), one for each input channel.
+        cost_roots: (groups * I, S, S), one for each input channel.
         groups: The convolution's groups.
     """
     grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
@@ -138,9 +134,9 @@ def sample_channels(
     sampled = []
     for kernel in grouped:
         sampled.append(kernel[every_group, every_output, every_input].flatten(0, 1))
-    if covariance_roots is None:
+    if cost_roots is None:
         return sampled, None
-    grouped_roots = torch.unflatten(covariance_roots, 0, (groups, -1))
+    grouped_roots = torch.unflatten(cost_roots, 0, (groups, -1))
     return sampled, grouped_roots[every_group, every_input].flatten(0, 1)
 
 

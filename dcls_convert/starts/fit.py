@@ -20,7 +20,7 @@ def fit_elements(
     box: Box,
     *,
     kernel_count: int,
-    covariance_roots: Tensor | None = None,
+    cost_roots: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Fit elements so that constructed kernels have the least squared distance to the old ones.
 
@@ -31,7 +31,7 @@ def fit_elements(
         kernels: (O, I, *kernel size) of each layer.
         box: Box within which the kernels are fitted.
         kernel_count: Elements in each kernel.
-        covariance_roots: (in_channels, S, S). With them, an error e of a line costs |e @ root|^2,
+        cost_roots: (in_channels, S, S). With them, an error e of a line costs |e @ root|^2,
             with the root of the line's input channel; else |e|^2.
 
     Returns:
@@ -47,7 +47,7 @@ def fit_elements(
     scale = lines.abs().amax(dim=(1, 2), keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     lines = lines / scale
-    roots = roots_of_lines(covariance_roots, kernels[0], len(lines))
+    roots = roots_of_lines(cost_roots, kernels[0], len(lines))
     positions, weights = fit_lines(lines, kernel_count, box, roots)
     by_line = [weight.flatten(0, -2) for weight in largest_weights]
     cells_weights = torch.stack(by_line, dim=1).to(lines) / scale
@@ -68,20 +68,18 @@ def lines_of(kernels: Sequence[Tensor], box: Box) -> Tensor:
     return torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)
 
 
-def roots_of_lines(
-    covariance_roots: Tensor | None, kernel: Tensor, line_count: int
-) -> LineRoots | None:
+def roots_of_lines(cost_roots: Tensor | None, kernel: Tensor, line_count: int) -> LineRoots | None:
     """Assign the covariance roots (in_channels, S, S) to lines, by their input channels."""
-    if covariance_roots is None:
+    if cost_roots is None:
         return None
     device = kernel.device
     out_channels, inputs_per_group = kernel.shape[:2]
-    groups = len(covariance_roots) // inputs_per_group
+    groups = len(cost_roots) // inputs_per_group
     outputs_per_group = out_channels // groups
     group = torch.arange(out_channels, device=device) // outputs_per_group
     input_in_group = torch.arange(inputs_per_group, device=device)
     channels = (group[:, None] * inputs_per_group + input_in_group).flatten()
     # Each cell of the dense axes has a line of its own, which sees the same channel.
     channels = channels.repeat_interleave(line_count // len(channels))  # (N,)
-    by_channel = covariance_roots.to(device, torch.promote_types(kernel.dtype, torch.float32))
+    by_channel = cost_roots.to(device, torch.promote_types(kernel.dtype, torch.float32))
     return LineRoots(by_channel, channels)

@@ -45,7 +45,7 @@ FLOATS_AT_ONCE = 1_000_000  # in a search; a larger search does not fit into the
 
 
 class LineRoots(NamedTuple):
-    """Square roots of input covariances: an error e of a line costs |e @ root|^2."""
+    """Square roots of the cost matrices: an error e of a line costs |e @ root|^2."""
 
     by_channel: Tensor  # (in_channels, S, S)
     channel_of_line: Tensor  # (N,)

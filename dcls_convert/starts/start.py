@@ -140,10 +140,10 @@ def start_from_kernels_(
         if last == first:
             which = f"layer {last}"
         notify(f"fitting {group.title}, {which} of {layer_count}", done_weights, total_weights)
-        covariance_roots = None
+        cost_roots = None
         if statistics is not None:
-            covariance_roots = statistics.covariance_roots(group)
-        _fill_from_kernels_(group, covariance_roots, init)
+            cost_roots = statistics.cost_roots(group)
+        _fill_from_kernels_(group, cost_roots, init)
         first = last + 1
         done_weights += _dense_weights(group)
 
@@ -152,11 +152,11 @@ def _dense_weights(group: LayerGroup) -> int:
     return sum(plan.dense_weights for plan in group.layer_plans)
 
 
-def _fill_from_kernels_(group: LayerGroup, covariance_roots: Tensor | None, init: Init) -> None:
+def _fill_from_kernels_(group: LayerGroup, cost_roots: Tensor | None, init: Init) -> None:
     """Fill the layers with the largest cells of the old kernels, or with fitted elements.
 
     Args:
-        covariance_roots: Square root of the covariance of the patches of each input channel,
+        cost_roots: Square root of the covariance of the patches of each input channel,
             (in_channels, S, S) with S cells of the box. With roots, elements are fitted to outputs,
             else to kernels.
     """
@@ -168,7 +168,7 @@ def _fill_from_kernels_(group: LayerGroup, covariance_roots: Tensor | None, init
     if init != "fit":
         _fill_(group, largest)
         return
-    fitted = fit_elements(effective, box, kernel_count=count, covariance_roots=covariance_roots)
+    fitted = fit_elements(effective, box, kernel_count=count, cost_roots=cost_roots)
     _fill_(group, fitted)
     if any(layer.traits.transform_weight for layer in group.layers):
         # Weight standardisation transforms the elements and can undo the fit.

@@ -119,6 +119,7 @@ class PositionTracker:
         # Fail now if the file cannot be written, or counts another unit, not after an epoch.
         self._append(b"")
         if self.path is not None and is_first_rank():
+            _drop_incomplete_line(self.path)
             records = read_track(self.path)
             if records:
                 _check_unit(self.path, len(records) + 1, unit, records[0])
@@ -261,6 +262,13 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
             records.pop()
         records.append(record)
     return tuple(records)
+
+
+def _drop_incomplete_line(path: Path) -> None:
+    """Remove what a killed run has written of a record, so that the next one begins a line."""
+    complete = path.read_bytes().rpartition(b"\n")
+    with path.open("r+b") as file:
+        file.truncate(len(complete[0]) + len(complete[1]))
 
 
 def _check_unit(path: object, number: int, unit: Unit, first: TrackRecord) -> None:

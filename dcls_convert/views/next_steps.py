@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ..checkpoints.card import training_code, with_folder
 from ..conversion.convert import Conversion
+from ..conversion.provenance import provenance_of
 from ..conversion.request import FROM_CONVERTED, FROM_ELEMENTS
 from ..options import EXACT
 from ..reports.outcome import outcome_sentences
@@ -28,19 +29,17 @@ def next_steps(conversion: Conversion, output: Path) -> list[str | Text]:
     if conversion.start_name == "random" and request.start.positions == "normal":
         is_one_sided = any(layer.grow for layer in conversion.report.layers)
         lines += NEAR_THE_OLD_KERNEL if is_one_sided else NEAR_THE_CENTRE
-    heading = "Fine-tune it:" if request.network.trained else "Train it:"
+    trained = request.network.trained
+    if conversion.start_name == FROM_CONVERTED and conversion.model is not None:
+        trained = (provenance_of(conversion.model) or {}).get("weights") != "random"
+    heading = "Fine-tune it:" if trained else "Train it:"
     lines.append(Text(f"{heading}\n", style="bold"))
-    code = with_folder(
-        training_code(conversion.report.model, trained=request.network.trained), output
-    )
+    code = with_folder(training_code(conversion.report.model, trained=trained), output)
     lines += textwrap.indent(code, "    ").splitlines()
     outcome = conversion.report.outcome
     if outcome is None:
         return lines
     lines += ["", *outcome_sentences(outcome)]
-    if outcome.random_output_error is not None and not outcome.images:
-        percent = 100 * outcome.random_output_error
-        lines.append(f"Outputs for random images moved by {percent:.2g} %.")
     return lines
 
 

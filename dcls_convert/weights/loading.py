@@ -113,6 +113,8 @@ def check_weights(
     """
     problem = next(_problems(model, state, optional), None)
     if problem is not None:
+        if "unexpected: " in problem and "missing: " not in problem:
+            problem += "; delete these entries, and save the weights again"
         raise CheckpointError(f"{where}: {problem}")
 
 
@@ -220,8 +222,6 @@ def _describe_names(missing: list[str], unexpected: list[str]) -> str:
             "undo what has renamed them, such as torch.nn.utils.prune.remove or "
             "remove_parametrizations, and save the weights again"
         )
-    elif unexpected and not missing:
-        parts.append("delete these entries, and save the weights again")
     return f"does not fit the model; {'; '.join(parts)}"
 
 

@@ -10,7 +10,14 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
-from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
+from dcls_convert import (
+    apply_plan_,
+    convert_,
+    find_convs,
+    load_converted,
+    plan_conversion,
+    save_converted,
+)
 from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, open_folder
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
@@ -244,6 +251,8 @@ def test_an_edited_number_of_classes_loads_no_random_head(folder, place, is_argu
         config[last] = 5
 
     edit_json(folder / CONFIG, edit)
+    (problem,) = problems(verify(folder))
+    assert problem == f"{CONFIG}: {place} is 5, but the network has 1,000 classes"
     name = f"local-dir:{folder}"
     if is_argument:
         assert torch.equal(outputs(timm.create_model(name, pretrained=True)), right)
@@ -342,3 +351,24 @@ def test_without_the_check_nothing_runs_and_the_folder_says_so(converted, tmp_pa
         verified = verify(folder)
     assert verified.ok
     assert problems(verified) == ["outputs: not checked: none are stored (saved with check=False)"]
+
+
+class DrawsByItself(nn.Module):
+    """Draws numbers that no seed of torch's or NumPy's decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 3, padding=1))
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return self.convs(x) + torch.randn(3, 1, 1, generator=self.generator)
+
+
+def test_outputs_that_differ_from_run_to_run_are_not_stored(tmp_path):
+    model = DrawsByItself()
+    report = convert_(model, dilated_size=5, input_size=(3, 16, 16), rules="conv3x3")
+    save_converted(model, report.plan, tmp_path / "out")
+    verified = verify(tmp_path / "out", model=DrawsByItself())
+    assert verified.ok
+    assert "its outputs differ from run to run" in verified.checks[-1].detail

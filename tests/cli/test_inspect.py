@@ -27,7 +27,7 @@ def names(folder):
 REFUSED = {
     "--picture mine.png": "output mine.png already exists; name another",
     "--picture x.gif": "--picture x.gif must end in .png, .svg, .pdf",
-    "--picture x.png --plan": "--plan prints the plan alone; omit --picture",
+    "--picture x.png --plan": "--plan prints the plan alone; omit --since, --history",
     "--history mine.png": "--history and --width need a file to draw: add --picture FILE.png",
     "--width 4": "--history and --width need a file to draw: add --picture FILE.png",
     "--picture x.png --width 2": "Invalid value for '--width'",

@@ -171,6 +171,8 @@ def test_a_layer_with_a_dense_axis_keeps_it(tmp_path):
     narrow = nn.Sequential(nn.Conv2d(2, 2, (1, 7), padding="same"))
     convert_(narrow, rules=rules_of({"match": {}}), dilated_size=9, init="random", kernel_count=3)
     assert convert_(narrow, dilated_size=13).plan.dilated_sizes == ((1, 13),)
+    with pytest.raises(DclsConvertError, match=r"nothing is learnt along axis 0.*use 1x15"):
+        convert_(narrow, dilated_size=(9, 15))
 
 
 def test_the_command_takes_a_folder(tmp_path, monkeypatch):

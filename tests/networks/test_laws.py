@@ -304,7 +304,7 @@ def test_what_outputs_see_at_a_border_already_is_no_reason_to_stay():
         except NothingMatchesError as problem:
             plans[use] = str(problem)
     assert plans[reflected_behind] == ("back",)
-    assert "one that grows to one side would, too" in plans[reflected_before]
+    assert "a window that grows to one side would, too" in plans[reflected_before]
 
 
 # Outputs that do not look at their own place.

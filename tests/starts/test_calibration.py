@@ -71,7 +71,7 @@ def test_layers_that_share_positions_count_alike_however_large_their_inputs_are(
             convs[0].weight *= factor  # the second one's inputs are as many times larger
         (group,) = make_layers(model, plan)
         statistics = measure_inputs(model, [group], calibration, ignore_messages)
-        roots.append(statistics.covariance_roots(group))
+        roots.append(statistics.cost_roots(group))
     torch.testing.assert_close(*roots, rtol=1e-5, atol=1e-6)
 
 

@@ -169,7 +169,7 @@ def test_awkward_kernels_and_roots_give_finite_elements_no_worse_than_the_larges
         roots = torch.randn(1, cells, cells, generator=torch.Generator().manual_seed(0))
     if roots_case == "no input":
         roots[:] = 0
-    weights, positions = fit_elements(kernels, box, kernel_count=count, covariance_roots=roots)
+    weights, positions = fit_elements(kernels, box, kernel_count=count, cost_roots=roots)
     assert all(tensor.isfinite().all() for tensor in (*weights, positions))
 
     def error(weights, positions):

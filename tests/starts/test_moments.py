@@ -112,7 +112,7 @@ def test_the_roots_of_a_line_measure_the_effect_of_its_error_on_the_output(monke
     groups = make_layers(model, plan_conversion(convs, rules, dilated_size=9, kernel_count=4))
     calibration = Calibration(batches=(images,))
     statistics = measure_inputs(model, groups, calibration, ignore_messages)
-    roots = roots_of_lines(statistics.covariance_roots(groups[0]), model[0].weight, 8 * 4)
+    roots = roots_of_lines(statistics.cost_roots(groups[0]), model[0].weight, 8 * 4)
     ratios = []
     for line, root in enumerate(roots.of(torch.arange(8 * 4))):
         channel = line // 16 * 4 + line % 4

@@ -4,6 +4,7 @@ back.
 
 import json
 import math
+import os
 import warnings
 
 import pytest
@@ -261,3 +262,12 @@ def test_steps_are_larger_integers(model, step):
     tracker.update(2)
     with pytest.raises(dcls_convert.DclsConvertError, match="step"):
         tracker.update(step)
+
+
+def test_a_record_that_a_killed_run_has_left_half_written_is_replaced(model, tmp_path):
+    path = tmp_path / "positions.jsonl"
+    tuning.PositionTracker(model, path).update(0)
+    path.write_bytes(path.read_bytes() * 2)
+    os.truncate(path, path.stat().st_size - 9)
+    tuning.PositionTracker(model, path).update(1)
+    assert [record.step for record in tuning.read_track(path)] == [0, 1]
