@@ -113,7 +113,8 @@ def check_weights(
     """
     problem = next(_problems(model, state, optional), None)
     if problem is not None:
-        if "unexpected: " in problem and "missing: " not in problem:
+        is_only_unexpected = "unexpected: " in problem and "missing: " not in problem
+        if is_only_unexpected and where.startswith("weights file "):
             problem += "; delete these entries, and save the weights again"
         raise CheckpointError(f"{where}: {problem}")
 
