@@ -107,7 +107,9 @@ class Failure:
 def main() -> None:
     """Run the command line, print at most one line of error, and end the process."""
     arguments = sys.argv[1:]
-    # SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that half-written outputs are removed.
+    # Both raise KeyboardInterrupt, so that half-written outputs are removed. Shells let the jobs of
+    # scripts ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # cp1252 has no arrows
