@@ -34,7 +34,8 @@ def peaks_of(name):
     }.items():
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         try:
-            main(line.split() + ["--quiet"] * ("--output" in line))
+            sys.argv[1:] = line.split() + ["--quiet"] * ("--output" in line)
+            main()
         except SystemExit as end:
             assert end.code == 0, command
         peaks[command] = (status("VmHWM") - before) / size

@@ -43,6 +43,7 @@ def interpret(*functions):
     assert printed == [word for name in functions for word in (name, "ok")]
 
 
+@pytest.mark.slow  # compiles the kernels
 @pytest.mark.skipif(NO_COMPILER, reason="no C compiler")
 def test_layers_launch_blocks_on_a_gpu_that_is_not_there(tmp_path):
     """Eight launches a step; this also fails if a GPU would not take blocks."""
