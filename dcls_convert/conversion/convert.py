@@ -75,12 +75,16 @@ def carry_out(
     warn: Note = ignore_messages,
     note: Note = ignore_messages,
 ) -> Conversion:
-    """Carry out a request: `prepare`, then `finish_`. A model in memory changes in place.
+    """Carry out a request: `prepare`, then `finish_`, unless it is a dry run.
+
+    A model in memory changes in place.
 
     Raises:
         DclsConvertError: Something does not fit. After any error, a model in memory is as it was.
     """
     prepared = prepare(request, notify=notify, warn=warn, note=note)
+    if request.dry_run:
+        return prepared.predicted()
     return finish_(prepared, notify=notify, note=note)
 
 

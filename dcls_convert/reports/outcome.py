@@ -35,14 +35,14 @@ def outcome_sentences(outcome: Outcome | None) -> list[str]:
     """Say how close the kernels and outputs of a trained network stayed; [] if unknown."""
     if outcome is None or outcome.kernel_error is None:
         return []
-    kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."
     is_calibrated = outcome.fitted_images > 0
+    errors = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}"
+    if outcome.layer_error is not None:
+        errors += f"; of the layers' outputs, which were fitted instead: {outcome.layer_error:.3f}"
+    errors += "."
     if not is_calibrated and outcome.kernel_error >= SMALL_ERROR:
-        kernels += " A calibration with some images would keep the outputs closer."
-    if is_calibrated:
-        kernels += " The layers' outputs were fitted instead of their kernels"
-        kernels += "." if outcome.layer_error is None else f": {outcome.layer_error:.3f}."
-    lines = [kernels]
+        errors += " A calibration with some images would keep the outputs closer."
+    lines = [errors]
     if 0 < outcome.fitted_images < ENOUGH_IMAGES:
         images = count_text(outcome.fitted_images, "image")
         lines.append(f"Fitted to {images} only: a few dozen would keep the outputs closer.")

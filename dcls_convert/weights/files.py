@@ -139,9 +139,12 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
         with _open_lazily(path) as file:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        start = _first_bytes(path, where)
+        hint = _beginning(start)
+        if start[8:9] == HEADER_START:
+            hint = "if it was cut short, copy or download it again"
         raise CheckpointError(
-            f"{where}: not a readable safetensors file: {one_line(error)[:200]}; "
-            f"{_beginning(_first_bytes(path, where))}"
+            f"{where}: not a readable safetensors file: {one_line(error)[:200]}; {hint}"
         ) from error
 
 

@@ -95,7 +95,10 @@ DAMAGES = {
         torch_file(lambda _: network()),
         r"objects other than tensors \(torch\.nn\.modules\.batchnorm.*Save the state dict alone",
     ),
-    "short header.safetensors": (data(struct.pack("<Q", 100) + b"{}"), NO_SAFETENSORS),
+    "short header.safetensors": (
+        data(struct.pack("<Q", 100) + b"{}"),
+        f"{NO_SAFETENSORS}: .*; if it was cut short, copy or download it again$",
+    ),
     "tensor.pth": (
         torch_file(lambda _: torch.zeros(3)),
         r"holds a Tensor, not a state dict \(names to tensors\)",
